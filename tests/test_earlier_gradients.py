@@ -131,7 +131,7 @@ def test_it_is_said_how_much_more_a_step_takes_where_they_do_not_fit() -> None:
     over = _over(plan, model)
     assert over > 0
     plan.apply(model)
-    with pytest.warns(planner.PlanWarning, match="let go of between forward and backward") as said:
+    with pytest.warns(planner.PlanWarning, match="freed between forward and backward") as said:
         peak = _let_go_between(model, x)
     assert peak == plan.predicted.dynamic_peak_bytes + over
     assert f"takes {format_bytes(over)} more than predicted" in str(said[0].message)

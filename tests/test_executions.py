@@ -293,7 +293,7 @@ def test_layers_that_first_steps_left_out_follow_the_order_of_the_step() -> None
         model(x).backward()
         model.zero_grad()
     model.chosen = (0, 1, 2, 3)
-    with pytest.warns(PlanWarning, match="some followed each other's part of the plan"):
+    with pytest.warns(PlanWarning, match="some layers followed each other's part of the plan"):
         model(x).backward()
     model.zero_grad()
     with warnings.catch_warnings():

@@ -14,9 +14,9 @@ from planner.costs.devices import find_device
 from planner.costs.eager_timeline import EagerTimeline, eager_timeline
 from planner.costs.optimizer_step import optimizer_step
 from planner.errors import PlannerError, PlanWarning
+from planner.parallel.fully_shard import shard_elements, shard_shape
 from planner.parallel.rank import Rank
 from planner.parallel.recorded import parallel_of
-from planner.parallel.shards import shard_elements, shard_shape
 from planner.parallel.strategies import DDP, FSDP2, ParallelError, read_parallel
 from planner.planning.options import options_of
 from planner.training_step.step import Step

@@ -224,8 +224,8 @@ EXACTNESS = [
         (
             Change(
                 "planner/verification/verify.py",
-                "        before.generators.restore()  # what random numbers decide",
-                "        pass  # what random numbers decide",
+                "        before.generators.restore()  # a path that random numbers decide",
+                "        pass  # a path that random numbers decide",
             ),
         ),
         ("tests/test_predictions.py::test_predicted_is_measured[Drawn]",),

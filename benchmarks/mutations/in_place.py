@@ -323,7 +323,7 @@ IN_PLACE = [
         (
             Change(
                 "planner/hooks/undefined_gradients.py",
-                "        forget(node)  # what it writes its result into may be read again\n",
+                "        forget(node)  # the operand that it writes its result into may be read again\n",
                 "        pass\n",
             ),
         ),

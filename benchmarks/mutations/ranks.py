@@ -159,7 +159,7 @@ RANKS = [
         "The shards are predicted of whole parameters.",
         (
             Change(
-                "planner/parallel/shards.py",
+                "planner/parallel/fully_shard.py",
                 "    shape = local_tensor(tensor).shape\n",
                 "    shape = tensor.shape\n",
             ),

@@ -249,7 +249,11 @@ SHAPES = [
         "parameters-grown",
         "Parameters that have become larger are planned for.",
         "The step goes on by the plan for smaller ones, over the budget.",
-        (Change("planner/lazy/grown.py", "taken if taken > self.planned_bytes else None", "None"),),
+        (
+            Change(
+                "planner/lazy/changed_parameters.py", "taken if taken > self.planned_bytes else None", "None"
+            ),
+        ),
         ("tests/test_grown.py::test_larger_parameters_are_planned_again[_longer]",),
     ),
     Mutation(

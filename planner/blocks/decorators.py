@@ -19,8 +19,9 @@ from planner.environment import plans_are_off
 _B = TypeVar("_B", bound=Callable[..., Any])
 
 RECOMPUTED, NAMED, SWITCHED_OFF = "recompute", "name", "off"
-"""Kinds of marks; a mark is its kind and a name."""
+"""Kinds of marks. A mark is a kind and the name of a block."""
 _WRAPPED = "_planner_block"
+"""Attribute of a decorated function: its kind."""
 
 
 @overload
@@ -28,13 +29,13 @@ def recompute(block: _B, /, *, name: str | None = None) -> _B: ...
 @overload
 def recompute(block: None = None, /, *, name: str | None = None) -> Callable[[_B], _B]: ...
 def recompute(block: Any = None, /, *, name: str | None = None) -> Any:
-    """Recompute all of a layer or function in backward: nothing of what it computes inside is kept.
+    """Recompute a layer or function in backward: no value inside it is kept.
 
     ``@planner.recompute`` decorates a class of layers or a function; ``planner.recompute(model.layers[0])``
-    changes one module, in place. By itself it needs no plan: what is called keeps its inputs only, and runs
-    again in backward, with the same random numbers, and without updating running statistics a second time.
-    In a module that is planned, the plan follows this: what only the block reads is recomputed, and
-    what leaves it is the plan's to decide.
+    changes one module, in place. It needs no plan: the block keeps its inputs only and runs again in
+    backward, with the same random numbers, and without updating running statistics a second time. In a
+    planned module the plan follows it: values that only the block reads are recomputed, and the plan decides
+    on those that leave the block.
 
     ``block(x, _recompute=False)`` runs one call as it is, :func:`no_recompute` all calls inside of it, and so
     does the environment variable ``PLANNER=0``. Hooks of modules inside a block run again with it.
@@ -65,7 +66,7 @@ def checkpointable(block: Any = None, /, *, name: str | None = None) -> Any:
 
     After ``@planner.checkpointable`` (or ``@planner.checkpointable("attention")``) on a function that layers
     call, ``keep=["attention"]``, ``recompute=["layers.3.attention"]`` and ``checkpoints=["*.attention"]``
-    mean what it computes. Without a plan, and where a plan is told nothing of it, it changes nothing.
+    name the values that it computes. Where no option of a plan names the block, it changes nothing.
 
     Args:
         block: As for :func:`recompute`; or the name.
@@ -80,9 +81,9 @@ def checkpointable(block: Any = None, /, *, name: str | None = None) -> Any:
 
 
 def no_recompute() -> AbstractContextManager[Any]:
-    """A context in which blocks that are told to be recomputed run as they are.
+    """A context in which ``planner.recompute`` recomputes nothing.
 
-    A plan is made with what is switched off then, and stays so.
+    A plan that is made inside it leaves these blocks alone, and goes on to do so.
     """
     if torch.compiler.is_compiling():
         return marked(next_number(), f"{SWITCHED_OFF} ")
@@ -134,7 +135,7 @@ def _wrapped(function: Callable[..., Any], kind: str, name: str | None, named: s
 
 
 def _change_module(module: torch.nn.Module, kind: str, name: str | None) -> None:
-    # A partial, which copies and pickles of the module make again with the copy in place of the module.
+    # A partial: a copy or a pickle of the module gets its own, with the copy in place of the module.
     forward = functools.partial(_forward, module, (kind, name or ""))
     if "forward" in vars(module) and not isinstance(module.forward, functools.partial):
         raise RecomputeError(
@@ -147,7 +148,7 @@ def _forward(
     module: torch.nn.Module, told: tuple[str, str], *args: Any, _recompute: bool = True, **kwargs: Any
 ) -> Any:
     kind, named = told
-    function = functools.partial(type(module).forward, module)  # a method Dynamo could not make
+    function = functools.partial(type(module).forward, module)  # Dynamo cannot make a bound method
     return _run(
         function, args, kwargs, kind if _recompute else NAMED, named, _OF_MODULES, type(module).__qualname__
     )
@@ -182,4 +183,4 @@ _not_compiled = disable(
     "a block that is recomputed runs by itself, what is around it is compiled: leave fullgraph=True "
     "out, or run it under planner.no_recompute()",
 )
-"""The user's ``torch.compile`` would update running statistics once more in backward."""
+"""Not traced by the user's ``torch.compile``: it would update running statistics once more in backward."""

@@ -1,10 +1,11 @@
-"""A block that is recomputed without a plan: ``torch.utils.checkpoint``, and what that leaves to do.
+"""A block that is recomputed without a plan: ``torch.utils.checkpoint``, made exact.
 
-The saved tensors of a block are dropped and come from running it again in backward, by non-reentrant
-``torch.utils.checkpoint``, whose autograd graph is the one of the forward: gradients are summed in the same
-order. What it does not do is done here. The second run sees what the first one saw: the random generators of
-PyTorch, Python, numpy and of the block's own, buffers, attributes of modules and their mode, inputs that the
-block writes to. And it leaves nothing: running statistics are updated once.
+Non-reentrant ``torch.utils.checkpoint`` drops the block's saved tensors and runs the block again in backward.
+Its autograd graph is that of the first run, so gradients are summed in the same order. The code here makes
+the second run see what the first one saw: the states of random generators (of PyTorch, Python, numpy and the
+block's own), buffers, attributes and modes of modules, and inputs that the block writes to. And it puts
+everything back after the second run, so that running statistics are updated once
+(https://github.com/pytorch/pytorch/issues/96136).
 """
 
 import functools
@@ -29,19 +30,19 @@ class RecomputeError(PlannerError, RuntimeError):
 
 
 Overwritten = weakref.WeakKeyDictionary[Any, set[int]]
-"""Which inputs a block writes to, by the first module that it runs; None is noted under the function."""
+"""The inputs that a block writes to, by the first module among its arguments, or by the function."""
 
 
 def run_recomputed(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], known: Overwritten, name: str
 ) -> Any:
-    """Call a function, of which backward computes again whatever it needs.
+    """Call a function whose saved tensors backward computes again.
 
     Args:
-        function: What to call.
-        args, kwargs: With what.
-        known: What was learnt of inputs that it writes to; is added to.
-        name: What it is called in messages.
+        function: The function.
+        args, kwargs: Its arguments.
+        known: The inputs that it was seen to write to; this call is added.
+        name: Its name in messages.
 
     Raises:
         RecomputeError: It writes to a parameter, or to a tensor of an enclosing scope.
@@ -51,7 +52,7 @@ def run_recomputed(
 
 
 class _Run:
-    """One call of a block: the first run notes what it sees, those that follow see the same."""
+    """One call of a block: the first run notes the states that it sees, later runs see the same."""
 
     def __init__(
         self,
@@ -149,13 +150,13 @@ class _Held:
     """A tensor that a block may write to.
 
     Args:
-        name: What it is, for messages.
-        tensor: The tensor; what is none, or counts no writes, is left alone.
+        name: Its name in messages.
+        tensor: The tensor. Another object, or a tensor that counts no writes, is left alone.
         copied: Whether to copy it now.
 
     Attributes:
         tensor: As given; None where it is left alone.
-        saved: Its copy.
+        saved: Its copy; None where there is none.
     """
 
     def __init__(self, name: str, tensor: Any, *, copied: bool = False) -> None:
@@ -173,9 +174,10 @@ class _Held:
             self.saved = self.tensor.detach().clone()
 
     def written(self) -> bool:
-        """Whether it was written to; of what was copied also where no version counts it.
+        """Whether it was written to. Where there is a copy, writes that no version counts are found too.
 
-        So it is with running statistics. A GPU is not waited for to compare them: small copies are kept.
+        Kernels write running statistics uncounted. Comparing would wait for a GPU, so there a small copy
+        counts as one of a tensor that was written to.
         """
         if self.tensor is None:
             return False
@@ -188,7 +190,7 @@ class _Held:
         return not torch.equal(self.tensor.detach(), self.saved)
 
     def again(self) -> torch.Tensor:
-        """What it was, to be written to: no leaf, which may not be written to if it requires a gradient."""
+        """The tensor as it was, for the block to write to; no leaf, as a leaf that trains refuses writes."""
         assert self.saved is not None
         return self.saved.detach().requires_grad_(self._needs_gradient).clone()
 
@@ -197,7 +199,7 @@ _SMALL_BYTES = 2**16
 
 
 def inner_function(function: Any) -> Any:
-    """The function behind partials, methods and decorators that say what they wrap."""
+    """The function inside partials, methods and decorators that set ``__wrapped__``."""
     while True:
         if isinstance(function, functools.partial):
             function = function.func
@@ -210,7 +212,10 @@ def inner_function(function: Any) -> Any:
 
 
 def from_around(function: Any) -> Iterator[Any]:
-    """What a function has besides its arguments: of closures, partials, methods, defaults, and globals."""
+    """Tensors and modules that a function reads besides its arguments.
+
+    They come from closures, partials, methods, defaults and globals.
+    """
     seen: set[int] = set()
     pending = [function]
     while pending:

@@ -1,4 +1,4 @@
-"""What blocks do here and now: run for a plan, which knows of them, or by themselves."""
+"""Whether blocks, in this thread and now, are recomputed by a plan, by themselves, or not at all."""
 
 import contextlib
 import itertools
@@ -22,7 +22,7 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def blocks_run_as_written() -> Iterator[None]:
-    """While a step is captured, or runs by a plan: the plan does what the blocks ask for."""
+    """A context for capturing a step and for running it by a plan: the plan recomputes, blocks do not."""
     before, _here.by_plan = _here.by_plan, True
     try:
         yield
@@ -32,7 +32,7 @@ def blocks_run_as_written() -> Iterator[None]:
 
 @contextlib.contextmanager
 def switched(off: bool) -> Iterator[None]:
-    """Recomputation of blocks that are called in here, on or off."""
+    """A context in which the recomputation of blocks is off, or on."""
     before, _here.switched_off = _here.switched_off, off
     try:
         yield
@@ -41,9 +41,9 @@ def switched(off: bool) -> Iterator[None]:
 
 
 def constant(function: Callable[[], _T]) -> Callable[[], _T]:
-    """A function that Dynamo calls while it traces, and takes the answer for a constant.
+    """A function that Dynamo calls while it traces, taking the answer for a constant.
 
-    That is right for code that it makes for a plan: a plan is made with what is switched off then.
+    That is right in a captured step: a plan keeps to the switches that it was made with.
     """
     traced: Callable[[], _T] = torch.compiler.assume_constant_result(function)
     return traced
@@ -51,17 +51,17 @@ def constant(function: Callable[[], _T]) -> Callable[[], _T]:
 
 @constant
 def run_by_a_plan() -> bool:
-    """Whether a plan does what blocks ask for."""
+    """Whether a plan recomputes the blocks."""
     return _here.by_plan
 
 
 @constant
 def switched_off() -> bool:
-    """Whether blocks are not to be recomputed."""
+    """Whether the recomputation of blocks is off."""
     return _here.switched_off
 
 
 @constant
 def next_number() -> int:
-    """A number for one call of a block, by which its operations are known."""
+    """A number for one call of a block: its operations carry it."""
     return next(_numbers)

@@ -22,15 +22,21 @@ _NONE: Mapping[str, Any] = {}
 
 
 class Token:
-    """Lives as long as an autograd node."""
+    """An object that lives as long as an autograd node, because a hook of the node holds it."""
 
     __slots__ = ("__weakref__",)
     begun = False
 
 
 class Call:
-    """One call: tokens of the nodes of its graphs, whether any of their backwards ran, how often each graph
-    ran, and whether a tensor was passed whose gradient is wanted for itself."""
+    """One call of the module.
+
+    Attributes:
+        tokens: Objects that live as long as autograd may still run a backward of the call.
+        done: Whether any of these backwards ran.
+        executions: How often each graph ran in it.
+        of_leaves: Whether an argument is a leaf that requires a gradient, as for a penalty of the gradient.
+    """
 
     __slots__ = ("done", "executions", "of_leaves", "tokens")
 
@@ -40,41 +46,47 @@ class Call:
         self.tokens: list[weakref.ref[Any]] = []
 
     def follow(self, step: object) -> None:
-        """A step is replayed. It lives as long as autograd holds what it is to make again, and says whether
-        its backward has ``begun``."""
+        """Have a replayed step be the token: autograd holds it as long as it may have to recompute.
+
+        Its attribute ``begun`` says whether its backward has begun.
+        """
         self.tokens.append(weakref.ref(step))
 
     def awaits_backward(self) -> bool:
-        there = (token() for token in self.tokens)
-        return not self.done and any(one is not None and not one.begun for one in there)
+        """Whether its backward has yet to run, and can."""
+        alive = (token() for token in self.tokens)
+        return not self.done and any(token is not None and not token.begun for token in alive)
 
 
 class Calls:
     """The calls of one planned module.
 
     Args:
-        warn: Called, once each, when a call begins while as many as are planned await their backward, and
-            when a backward keeps what it could have freed.
-        in_flight: How many calls are planned to have had their forward, and not their backward.
+        warn: Called, once each, when a call begins while as many as planned await their backward, and when a
+            backward with ``retain_graph=True`` keeps memory that it could have freed.
+        in_flight: How many calls the plan allows to await their backward; None: one.
+
+    Attributes:
+        last: The call that began last.
     """
 
     def __init__(self, warn: Callable[[str], None], in_flight: int | None = None) -> None:
         self._warn, self._in_flight = warn, in_flight
         self._warned_of_more = self._warned_of_kept = False
         self._earlier: list[Call] = []
-        self._left: set[bool] = set()
+        self._left: set[bool] = set()  # the kinds of calls, by ``of_leaves``, that run without the plan
         self.last = Call()
 
     def leave(self, call: Call) -> None:
-        """The plan is not for such calls: they run as they are from now on."""
+        """Have calls of this kind run without the plan from now on."""
         self._left.add(call.of_leaves)
 
     def return_to_all(self) -> None:
-        """Calls of all kinds run by the plan again."""
+        """Have calls of all kinds run by the plan again."""
         self._left.clear()
 
     def is_left(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the plan is not for calls with such arguments."""
+        """Whether calls with such arguments are left to the module: they run without the plan."""
         return bool(self._left) and _of_leaves(args, kwargs) in self._left
 
     def begin(self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = _NONE) -> None:
@@ -86,14 +98,14 @@ class Calls:
         self.last = Call(_of_leaves(args, kwargs))
 
     def next_execution(self, graph: object) -> int:
-        """How often a graph has run in the last call; it runs once more now."""
+        """Count one more run of a graph in the last call; returns how many runs came before."""
         executions = self.last.executions
         count = executions.get(graph, 0)
         executions[graph] = count + 1
         return count
 
     def kept(self) -> None:
-        """A backward kept what it could have freed."""
+        """Note that a backward kept memory that it could have freed."""
         if not self._warned_of_kept:
             self._warned_of_kept = True
             self._warn(

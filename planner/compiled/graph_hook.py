@@ -1,6 +1,6 @@
-"""The interface of hooks on a planned graph, what they are made from, and the callable that calls them.
+"""The interface of hooks on a planned graph, the context that makes them, and the callable that calls them.
 
-Only the autograd node of a compiled graph shows which gradients it gets and returns in a user's backward. A
+Only the autograd node of a compiled graph sees the gradients that it gets and returns in a user's backward. A
 :class:`CompiledGraph` finds that node once a call and passes it to every hook that needs it.
 """
 
@@ -18,14 +18,14 @@ from planner.planfile.plan import PlanRecord
 
 @dataclass(frozen=True)
 class HookContext:
-    """What hooks are made from, when a graph is compiled.
+    """All that a hook may know of its graph when the graph is compiled.
 
     Attributes:
         graph: The captured forward.
-        plan: The plan that it runs by.
-        unused_outputs: Positions of its outputs that the loss does not use.
-        autocast: The regions of autocast that it was called in.
-        calls: Those of the module that it is a part of.
+        plan: The plan that the graph runs by.
+        unused_outputs: Positions of the graph's outputs that the loss does not use.
+        autocast: The regions of autocast that the graph was called in.
+        calls: The calls of the module that the graph is a part of.
         warn: Shows the user a text, as a ``PlanWarning``.
     """
 
@@ -41,36 +41,37 @@ class GraphHook:
     """A hook on one planned graph. Methods that are not overridden do nothing.
 
     Attributes:
-        watches: Whether :meth:`on_forward` has anything to do; read once, after the graph was traced.
+        watches: Whether :meth:`instead` and :meth:`on_forward` have anything to do; read once, after the
+            graph was traced.
     """
 
     watches: bool = False
 
     def on_traced(self, traced: TracedGraph) -> None:
-        """Called with what AOTAutograd traced."""
+        """Called with the joint graph that AOTAutograd traced, once."""
 
     def backward(self, compiled: aot.BoxedFunction) -> aot.BoxedFunction:
-        """The compiled backward, or another function around it."""
+        """Given the compiled backward, the function to run: the same, or another around it."""
         return compiled
 
     def instead(self, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-        """What runs in place of the planned graph; None where nothing needs to."""
+        """A function to run in place of the planned graph in this call; None: the planned graph runs."""
         return None
 
     def arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What the forward is called with, or others in its place; the other methods see the first."""
+        """The arguments to pass to the forward. All other methods get the caller's arguments."""
         return args
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
-        """A forward has run.
+        """Called after each forward.
 
         Args:
             node: Its autograd node.
-            args: What it was called with. Holding these holds the memory of the step's inputs.
+            args: The caller's arguments. A hook that holds them holds the memory of the step's inputs.
         """
 
     def results(self, node: Any, args: tuple[Any, ...], results: Sequence[Any]) -> Sequence[Any]:
-        """What the forward returns, or others in its place; ``node`` is None without an autograd node."""
+        """The results to return, given the forward's; ``node`` is None where there is no autograd node."""
         return results
 
 
@@ -84,6 +85,7 @@ class CompiledGraph:
 
     def __init__(self, call: Callable[..., Any], hooks: Sequence[GraphHook]) -> None:
         self._call = call
+        # A call is a few microseconds: it only calls methods that are overridden.
         self._hooks = [hook for hook in hooks if hook.watches]
         self._asking = [hook for hook in self._hooks if type(hook).instead is not GraphHook.instead]
         self._passing = [hook for hook in hooks if type(hook).arguments is not GraphHook.arguments]

@@ -1,10 +1,10 @@
-"""Views of inputs that a graph hands on are taken before it, and are inputs of it themselves.
+"""Views of inputs that a graph returns are taken before the graph, and become inputs of it.
 
-Without a plan the engine adds up the gradients of a view's uses at the view, and passes the sum on to what it
-is a view of. AOTAutograd makes a view that a graph returns outside of the graph, of the input: what comes by
-way of it would be added to the input's other gradients one by one, and the sum be rounded in another order.
-What uses the input before the view is taken gets an alias of it, one for each use, made where the use is. The
-nodes of views and aliases run in the reverse order of their making, as in eager.
+In eager the engine adds up the gradients of a view's uses at the view, and passes the sum on to the view's
+base. AOTAutograd takes a view that a graph returns outside the graph, of the input. The gradients that come
+through the view would then be added to the input's other gradients one by one, in another order. So the view
+is taken before the graph. A use of the input before the view is taken gets an alias of the input, made at
+that use. The nodes of views and aliases run in the reverse order of their making, as in eager.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from planner._torch.tensors import transform_depth, writes
 from planner.graph.dynamo_graph import copied, views_handed_on
 
 _ONE_USE = "planner_one_use"
-"""Marks an input that is an alias for one use of what it is an alias of."""
+"""Key in a node's ``meta``, of an input that is an alias for a single use of another input."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class ViewsOutside:
     """A Dynamo graph that takes views of its inputs as further inputs.
 
     Attributes:
-        rest: The graph.
-        views: Takes the views, from the inputs of the graph as Dynamo made it.
+        rest: The graph without these views.
+        views: A graph that takes the views, given the inputs of Dynamo's graph.
     """
 
     rest: GraphModule
@@ -40,15 +40,15 @@ class ViewsOutside:
         return [*given, *self.views(*given)]
 
     def around(self, rest: Callable[..., Any]) -> Callable[..., Any]:
-        """What takes the inputs of Dynamo's graph, where ``rest`` takes those of :attr:`rest`."""
+        """A function of the inputs of Dynamo's graph, given a function of the inputs of :attr:`rest`."""
         views = self.views
         return lambda *args: rest(*args, *views(*args))
 
 
 def views_outside(graph: GraphModule) -> ViewsOutside | None:
-    """Take the views of inputs that are handed on out of a Dynamo graph; None where there are none.
+    """Take the views of inputs that a Dynamo graph returns out of it; None where there are none.
 
-    To be called where the graph will be: with gradients switched on or off as there. A graph that changes one
+    Call it with gradients switched on or off as they will be where the graph runs. A graph that changes one
     of its inputs in place keeps its views.
     """
     views = _views(graph) if torch.is_grad_enabled() else {}
@@ -60,7 +60,7 @@ def compile_with_views_outside(
     example_inputs: Sequence[Any],
     compile_: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """Compile a graph while Dynamo captures it, with the views that it hands on taken outside of it."""
+    """Compile a graph while Dynamo captures it, with the views that it returns taken outside of it."""
     apart = views_outside(graph)
     if apart is None:
         return compile_(graph, example_inputs)
@@ -73,13 +73,13 @@ def compile_with_views_outside(
 
 
 def for_one_use(graph: GraphModule) -> list[int]:
-    """Positions of the inputs that are aliases for one operation, of a graph that takes views outside."""
+    """Positions of the inputs that are aliases for a single use, of a graph whose views are outside."""
     inputs = graph.graph.find_nodes(op="placeholder")
     return [i for i, node in enumerate(inputs) if _ONE_USE in node.meta]
 
 
 def _views(graph: GraphModule) -> dict[Node, None]:
-    """The views to take, with all that these are views of, in the order of the graph."""
+    """The views to take, with those between them and the inputs, in the order of the graph."""
     outputs: Sequence[Any] = graph.graph.output_node().args[0]  # type: ignore[assignment]
     received = [i for i, o in enumerate(outputs) if isinstance(o, Node) and _differentiable(o)]
     if any(map(transform_depth, graph.graph.nodes)):
@@ -89,12 +89,12 @@ def _views(graph: GraphModule) -> dict[Node, None]:
         if (path := _path(node)) is not None:
             found |= path
     for node in [n for n in found if not _is_tensor(n)]:
-        found |= {*node.users}  # of several views that one operation makes each
+        found |= {*node.users}  # an operation that returns several views: each of them
     return {node: None for node in graph.graph.nodes if node in found}
 
 
 def _path(view: Node) -> set[Node] | None:
-    """What a view is made by, from an input on; None where that cannot be done before the graph."""
+    """The operations from an input to a view; None where they cannot run before the graph."""
     path: set[Node] = set()
     node = view
     while node.op != "placeholder":
@@ -109,6 +109,7 @@ def _path(view: Node) -> set[Node] | None:
 
 
 def _same_memory(node: Node, of: Node) -> bool:
+    """Whether all tensors of two nodes are differentiable views of one storage."""
     tensors = [t for n in (node, of) for t in pytree.tree_leaves(n.meta.get("example_value"))]
     return (
         all(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)

@@ -15,17 +15,17 @@ from planner.planning.prepare import Prepared
 from planner.problem.selection import SelectionError
 
 Change = Callable[[torch.nn.Module], None]
-"""Changes a copy of the model."""
+"""A function that changes a copy of the model, as by putting checkpoints into it."""
 
 
 def with_checkpoints(prepared: Prepared, patterns: Sequence[str]) -> tuple[Change, Checkpointed]:
-    """What puts a checkpoint around each of some modules, and the step with it."""
+    """A change that puts a checkpoint around each of some modules, and the step with it."""
     names = matching_modules(prepared.model, patterns)
     return wrap_in_checkpoints(names), record_checkpointed(prepared, names)
 
 
 def enable_checkpointing(prepared: Prepared) -> tuple[Change, Checkpointed] | None:
-    """What Hugging Face's models do themselves, and the step with it; None for others."""
+    """A change that switches on the checkpoints of a Hugging Face model, and the step with it; else None."""
     made = record_hugging_face(prepared)
     return None if made is None else (enable, made)
 
@@ -48,7 +48,7 @@ def record_checkpointed(prepared: Prepared, names: Sequence[str]) -> Checkpointe
 
 
 def wrap_in_checkpoints(names: Sequence[str]) -> Change:
-    """What puts ``torch.utils.checkpoint`` around each of some modules."""
+    """A change that puts ``torch.utils.checkpoint`` around each of some modules."""
 
     def wrap(copied: torch.nn.Module) -> None:
         for name in names:
@@ -59,7 +59,7 @@ def wrap_in_checkpoints(names: Sequence[str]) -> Change:
 
 
 def record_hugging_face(prepared: Prepared) -> Checkpointed | None:
-    """The step with what Hugging Face's models checkpoint themselves; None for others."""
+    """The step with a Hugging Face model's own checkpoints, recorded; None for other models."""
     model = prepared.model
     layers = [
         path
@@ -72,9 +72,9 @@ def record_hugging_face(prepared: Prepared) -> Checkpointed | None:
 
 
 def enable(copied: torch.nn.Module) -> None:
-    """Switch on the checkpointing that a model of Hugging Face brings."""
+    """Switch on the checkpoints of a Hugging Face model."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # it is to have another name one day
+        warnings.simplefilter("ignore", FutureWarning)  # that the method will be renamed
         copied.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
 
 
@@ -91,7 +91,7 @@ def _recorded(prepared: Prepared, change: Change, names: Sequence[str]) -> Check
 
 
 def matching_modules(model: torch.nn.Module, patterns: Sequence[str] | str) -> list[str]:
-    """The modules that patterns match; of those inside each other the outermost.
+    """The modules that patterns match; where one is inside another, the outermost.
 
     Raises:
         SelectionError: If a pattern matches none, or none that is called.

@@ -1,4 +1,4 @@
-"""The public function compare: solvers beside what PyTorch and Hugging Face offer, for one step."""
+"""The public function compare: for one step, solvers beside the checkpoints of PyTorch and Hugging Face."""
 
 import contextlib
 import gc
@@ -34,7 +34,7 @@ RATIOS = (0.75, 0.5, 0.25)
 
 
 class ComparisonError(PlannerError, ValueError):
-    """What is asked for cannot be compared."""
+    """The ways that are asked for cannot be compared."""
 
 
 @shows_options(StepKeywords)
@@ -59,9 +59,9 @@ def compare(
         solvers: Names of solvers, each a row.
         blocks: Modules that ``torch.utils.checkpoint`` is put around; if none are named, each element of the
             outermost lists of modules (``nn.ModuleList``, ``nn.Sequential``).
-        measure: Run each way on a copy of the model and measure its peak and time;
-            ``torch.compile``'s ``activation_memory_budget``, of which nothing is predicted, is then a row as
-            well, with its partition run without generated kernels.
+        measure: Run each way on a copy of the model and measure its peak and time. Then there is also a row
+            for ``torch.compile``'s ``activation_memory_budget``, without a prediction; its partition runs
+            without generated kernels.
         time_limit: Wall seconds for each solver.
         progress: Called with a text and a fraction from 0 to 1.
         **options: See :class:`planner.planning.options.PlanOptions`.
@@ -81,27 +81,27 @@ def compare(
         )
     report = progress or no_report
     prepared = prepared_step("compare", model, args, kwargs, lambda t, f: report(t, 0.5 * f), options)
-    found = _Found(prepared, prepared.budget(budget), measure)
+    ways = _Rows(prepared, prepared.budget(budget), measure)
     unplanned = prepared.problem.eager
     peak, total = prepared.resident.total + unplanned.peak_bytes, prepared.baseline_whole_step.total_bytes
-    found.add("unplanned", peak, total, unplanned.seconds, _as_it_is)
+    ways.add("unplanned", peak, total, unplanned.seconds, _as_it_is)
     for i, name in enumerate(solvers):
         report(f"solving ({name})", 0.5 + 0.3 * i / len(solvers))
-        found.solver(name, budget, time_limit)
+        ways.solver(name, budget, time_limit)
     report("recording the step with checkpoints", 0.8)
     names = list(blocks) or block_names(model)
     if names:
         change, made = with_checkpoints(prepared, names)
-        found.checkpoints(f"torch.utils.checkpoint of {_shortened(made.modules)}", made, change)
+        ways.checkpoints(f"torch.utils.checkpoint of {_shortened(made.modules)}", made, change)
     enabled = enable_checkpointing(prepared)
     if enabled is not None:
-        found.checkpoints("gradient_checkpointing_enable()", enabled[1], enabled[0])
+        ways.checkpoints("gradient_checkpointing_enable()", enabled[1], enabled[0])
     if measure:
         for ratio in RATIOS:
             report(f"measuring activation_memory_budget={ratio}", 0.9)
-            found.compiled(ratio)
+            ways.compiled(ratio)
     report("compared", 1.0)
-    return Comparison(str(budget), found.budget.bytes, found.rows())
+    return Comparison(str(budget), ways.budget.bytes, ways.rows())
 
 
 def block_names(model: torch.nn.Module) -> list[str]:
@@ -129,8 +129,8 @@ def _shortened(names: Sequence[str]) -> str:
     return ", ".join(f"{name}.*" if name else "*" for name in lists)
 
 
-class _Found:
-    """Rows in the making."""
+class _Rows:
+    """The rows of a comparison while it is made."""
 
     def __init__(self, prepared: Prepared, budget: Budget, measure: bool) -> None:
         self.prepared, self.budget, self.measure = prepared, budget, measure
@@ -188,7 +188,7 @@ class _Found:
             return None
         if not self.budget.relative:
             return total_bytes <= self.budget.bytes
-        # A percentage bounds what is allocated.
+        # A percentage bounds allocated bytes, without the allocator's reserve.
         dynamic = peak_bytes - self.prepared.resident.total
         whole = self.prepared.footprint.whole_step(dynamic, self.prepared.problem.final_bytes)
         return whole.total_bytes <= self.budget.bytes
@@ -205,7 +205,7 @@ class _Found:
             peak, seconds = _measure(self.prepared, change, runs)
         except PlannerError:
             raise
-        except Exception as error:  # what others offer may fail where the step itself does not
+        except Exception as error:  # checkpoints and torch.compile may fail where the step itself does not
             return replace(way, note=f"{type(error).__name__}: {str(error).splitlines()[0][:120]}")
         return replace(way, measured_peak_bytes=self.prepared.resident.total + peak, measured_seconds=seconds)
 

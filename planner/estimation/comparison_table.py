@@ -23,8 +23,8 @@ class Way:
     """One way to run the step.
 
     Attributes:
-        name: What it is.
-        peak_bytes: Predicted peak of forward and backward, what is resident included; None: not predicted.
+        name: Its name in the table.
+        peak_bytes: Predicted peak of forward and backward, resident bytes included; None: not predicted.
         overhead: Predicted extra time over the unplanned step: 0.05 is 5 %.
         fits: Whether that is within the budget.
         measured_peak_bytes: The same peak, measured; None where nothing was measured.
@@ -49,7 +49,7 @@ class Comparison:
 
     Attributes:
         budget: As it was written.
-        budget_bytes: What it allows; None for the least.
+        budget_bytes: Its bytes; None for the least peak.
         ways: One row each.
     """
 

@@ -1,7 +1,7 @@
 """The public function estimate: the memory of a step as it is, and with checkpoints placed by hand.
 
-Nothing is solved. Elsewhere: the checkpoints' estimate that Paddle's guide to recomputation asks for;
-torchinfo's table.
+Nothing is solved. Similar elsewhere: torchinfo's table of modules; Paddle's guide to recomputation, which
+asks for such an estimate.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ def estimate(
     progress: Progress | None = None,
     **options: Unpack[StepKeywords],
 ) -> Estimate:
-    """What a training step takes as it is, module by module, and with checkpoints around some modules.
+    """The memory of a training step as it is, module by module, and with checkpoints around some modules.
 
     Args:
         model, args, kwargs: As for :func:`planner.plan`. Nothing is run.
@@ -50,7 +50,7 @@ def estimate(
         **options: See :class:`planner.planning.options.PlanOptions`.
 
     Raises:
-        SelectionError: If ``checkpoints`` names what is not there.
+        SelectionError: If ``checkpoints`` names a module that is not there.
         CaptureError, InputError: As :func:`planner.plan` does.
     """
     check_options(checkpoints=checkpoints)
@@ -86,7 +86,7 @@ def prepared_step(
     progress: Progress | None,
     options: StepKeywords,
 ) -> Prepared:
-    """The step that a function of this package is about, captured; ``of`` is the function's name."""
+    """The captured step of a model, for the public function whose name is ``of``."""
     check_options(progress=progress)
     wanted = read_options(of, StepKeywords, options).without_timing()
     refuse_in_flight(of, wanted)

@@ -21,7 +21,7 @@ from solvers.model.schedule import simulate
 from solvers.whole_blocks import OUTSIDE, recompute_blocks
 
 _CANDIDATES = 48
-"""Of a model's modules so many of those that hold most are tried, for each name that is suggested."""
+"""So many modules are tried for each name that is suggested: those that hold most."""
 
 
 @shows_options(StepKeywords)
@@ -36,7 +36,7 @@ def suggest(
 ) -> list[Checkpointed]:
     """The modules whose checkpointing lowers the peak most, for those who write checkpoints by hand.
 
-    One module is added after the other, each the one with which the peak is least; of equal ones the one
+    One module is added after the other: each time the one with the least peak, and among equal ones the one
     that takes least time.
 
     Args:
@@ -118,7 +118,7 @@ def _suggested(prepared: Prepared, k: int, report: Progress) -> list[Checkpointe
 
 
 def _whole(graph: Graph, names: Sequence[str]) -> Schedule:
-    """The schedule that recomputes each of some modules whole; modules that run again are further blocks."""
+    """The schedule that recomputes each of some modules whole. Each call is a block of its own."""
     block = np.full(graph.forward_length, OUTSIDE, dtype=np.int64)
     count, before = -1, None
     for row, op in enumerate(graph.ops[: graph.forward_length]):

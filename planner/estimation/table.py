@@ -1,4 +1,4 @@
-"""An estimate: its records, and tables of what each module takes and what checkpoints would make of it."""
+"""An estimate: its records, and tables of the memory of each module, without and with checkpoints."""
 
 import dataclasses
 import re
@@ -20,15 +20,15 @@ _SHOWN = 0.01
 
 @dataclass(frozen=True)
 class ModuleMemory:
-    """What a module, with all that it contains, takes.
+    """The memory of a module with all that it contains.
 
     Attributes:
         module: Its path; "" is the model itself.
         class_name: Its class.
-        parameter_bytes: Of its parameters and buffers; what several modules share counts at the first.
-        gradient_bytes: Of the gradients of its parameters, which backward makes.
-        activation_bytes: What its forward computed and its backward still needs when the forward has ended.
-        peak_bytes: What it computed of what is there at the peak of forward and backward.
+        parameter_bytes: Bytes of its parameters and buffers; a shared one counts at the first module.
+        gradient_bytes: Bytes of the gradients of its parameters, which backward makes.
+        activation_bytes: Bytes that it computed and that are held for backward when the forward ends.
+        peak_bytes: Bytes that it computed and that are alive at the peak of forward and backward.
     """
 
     module: str
@@ -45,10 +45,9 @@ class Checkpointed:
 
     Attributes:
         modules: Their paths.
-        peak_bytes: The most that is allocated at any time of forward and backward, what is resident
-            included.
-        dynamic_peak_bytes: The same without what is resident.
-        total_bytes: What the device must have for the whole step, the optimizer's included.
+        peak_bytes: The most that is allocated at any time of forward and backward, resident bytes included.
+        dynamic_peak_bytes: The same without resident bytes.
+        total_bytes: The memory that the whole step takes of the device, the optimizer's step included.
         overhead: Extra time of forward and backward, as a share: 0.2 is 20 %.
     """
 
@@ -64,14 +63,14 @@ class Estimate:
     """The memory of a training step without a plan.
 
     Attributes:
-        whole_step: The step with the optimizer's own, as it is.
-        dynamic_peak_bytes: The peak of forward and backward over what is resident.
+        whole_step: The step as it is, with the optimizer's step.
+        dynamic_peak_bytes: The peak of forward and backward beyond resident bytes.
         resident_bytes: Parameters, buffers, inputs, optimizer state, and gradients that are there before.
-        optimizer_bytes: The optimizer's state, a part of that.
-        modules: What each module takes, the model itself first.
-        checkpointed: With checkpoints around the modules that were named; None if none were.
-        gradient_checkpointing: With what ``model.gradient_checkpointing_enable()`` would checkpoint, of
-            Hugging Face's models; None for others.
+        optimizer_bytes: The optimizer's state, a part of the resident bytes.
+        modules: The memory of each module, the model itself first.
+        checkpointed: The step with checkpoints around named modules; None if none were named.
+        gradient_checkpointing: The step with ``model.gradient_checkpointing_enable()``, of Hugging Face's
+            models; None for others.
     """
 
     whole_step: WholeStep

@@ -1,12 +1,12 @@
-"""Gradients arrive at weights in the order in which they would without a plan, where that is seen.
+"""Gradients arrive at weights in eager's order, where somebody sees that order.
 
-``DistributedDataParallel`` fills its buckets in the order in which gradients first arrive. Of more than two
-ranks a sum is rounded by where in a bucket an element lies. Hooks on weights see the order, too: one that
-adds noise draws its numbers in it. A graph is a single autograd node: what it returns arrives in the order
-that the engine's queue happens to give nodes of the same priority.
+``DistributedDataParallel`` fills its buckets in the order in which gradients first arrive. With more than two
+ranks, the place of an element in its bucket decides how its sum is rounded. Hooks on weights see the order
+too: a hook that adds noise draws its numbers in it. A graph is a single autograd node, and its gradients
+arrive in whatever order the engine's queue gives nodes of the same priority.
 
-So each weight is passed to the graph as a view of itself. The nodes of these views run in the reverse order
-of their making, and each hands its gradient on at once.
+So the graph gets each such weight as a view of itself. The engine runs the nodes of views in the reverse
+order of their making, and each node hands its gradient on at once.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ class ArrivalOrder(GraphHook):
     """Hands on the gradients of one planned graph in eager's order."""
 
     def __init__(self) -> None:
+        # Positions of the inputs whose gradients arrive, the last one first: the order of making views.
         self._last_first: Sequence[int] = ()
 
     def on_traced(self, traced: TracedGraph) -> None:
@@ -46,5 +47,5 @@ class ArrivalOrder(GraphHook):
 
 
 def hook(_context: HookContext) -> ArrivalOrder:
-    """One of every graph; only weights with hooks are passed so outside of ``DistributedDataParallel``."""
+    """For every graph. Outside ``DistributedDataParallel`` only weights with hooks become views."""
     return ArrivalOrder()

@@ -1,4 +1,4 @@
-"""Calls whose backward has not run yet: no prediction counts what two of them hold at once."""
+"""Calls of a module that await their backward. No prediction counts the memory of two such calls at once."""
 
 import weakref
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from planner.errors import FreedError, PlanMismatch
 
 
 class Awaiting(GraphHook):
-    """Notes when the backward of one of a module's graphs runs.
+    """Notes in a module's calls when the backward of one of its graphs runs.
 
     Args:
-        calls: Where it is noted.
+        calls: The calls of the module.
     """
 
     watches = True
@@ -25,11 +25,10 @@ class Awaiting(GraphHook):
         self._calls = calls
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
-        """A forward has run; its node holds the memory of what it saved."""
         call, token = self._calls.last, Token()
         call.tokens.append(weakref.ref(token))
         freed: list[bool] = []
-        # The node holds the hook, which holds the token.
+        # The node holds the hook, the hook holds the token: the token dies with what the forward saved.
         node.register_prehook(lambda gradients, _token=token: self._before(call, freed, gradients))
 
     def _before(self, call: Call, freed: list[bool], gradients: Sequence[torch.Tensor | None]) -> None:
@@ -54,5 +53,5 @@ class Awaiting(GraphHook):
 
 
 def hook(context: HookContext) -> Awaiting:
-    """One that notes it among the calls of the module."""
+    """For every graph."""
     return Awaiting(context.calls)

@@ -1,7 +1,7 @@
-"""A backward that is called inside a region of autocast, which PyTorch advises against.
+"""A warning where the backward is called inside a region of autocast, which PyTorch advises against.
 
-Without a plan autocast casts there what the backward's operators are given, a product of gradients in single
-precision say. A planned backward runs outside of autocast, as AOTAutograd traces it.
+In eager autocast then casts the arguments of the backward's operators: a product of gradients in single
+precision is computed in half precision. A planned backward runs outside autocast, as AOTAutograd traces it.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ class BackwardUnderAutocast(GraphHook):
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
-        self._calls: dict[Any, tuple[Any, Any, Any]] = {}  # one for each operator and types of its arguments
-        self._casts: dict[tuple[str, ...], bool] = {}
+        self._calls: dict[Any, tuple[Any, Any, Any]] = {}  # one of each operator and types of its arguments
+        self._casts: dict[tuple[str, ...], bool] = {}  # by regions, whether these cast anything
         self._warned = False
 
     def on_traced(self, traced: TracedGraph) -> None:
@@ -59,5 +59,5 @@ def _type(node: Node) -> Any:
 
 
 def hook(context: HookContext) -> GraphHook:
-    """One that warns the user; what Inductor compiles is not cast without a plan either."""
+    """For every graph but Inductor's: a compiled backward is not cast without a plan either."""
     return BackwardUnderAutocast(context.warn) if context.plan.target.backend == "eager" else GraphHook()

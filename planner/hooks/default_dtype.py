@@ -1,7 +1,7 @@
-"""A planned backward runs with the default type of its forward, by which it makes tensors again.
+"""A planned backward runs with the default type of its forward.
 
-``torch.set_default_dtype`` around a forward, or inside it, is over when the backward runs. What makes tensors
-without naming their type, or divides integers, would make others there.
+A ``torch.set_default_dtype`` around or inside a forward is over when the backward runs. There an operator
+that makes a tensor without naming its type, or divides integers, would give its re-run another type.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from planner.graph.trace import TracedGraph
 
 
 class DefaultDtype(GraphHook):
-    """Runs the backward of one planned graph with the default type that it was traced with.
+    """Runs the backward of one planned graph with the default type that the graph was traced with.
 
-    Dynamo captures a forward again where that is another.
+    Dynamo guards the default type: with another one it captures the forward again.
     """
 
     _traced_with = torch.float32
@@ -39,6 +39,6 @@ class DefaultDtype(GraphHook):
 
 
 def hook(context: HookContext) -> GraphHook:
-    """One for each graph that makes anything again; what Inductor compiles has types of its own."""
+    """For every graph that recomputes anything, but Inductor's: its programs have types of their own."""
     again = context.plan.recomputed_operations and context.plan.target.backend == "eager"
     return DefaultDtype() if again else GraphHook()

@@ -1,11 +1,10 @@
-"""Gradients of gradients: ``create_graph=True`` on what a planned module computed.
+"""Gradients of gradients: ``create_graph=True`` through a planned module.
 
-A planned backward frees as it goes and cannot be differentiated. Where a backward is asked to be
-differentiable, the captured forward is run again as it is, without the plan, and its gradients are returned:
-those of eager, with their graph. That takes more than the memory of the unplanned step, and eager adds up all
-gradients inside of the one graph, where there are two here: that is a warning, and from the next call on
-those of that kind run as they are. Where the forward cannot be run again for sure, differentiating a gradient
-is an error that says so.
+A planned backward frees as it goes and cannot be differentiated. With ``create_graph=True`` the captured
+forward runs again without the plan, and its gradients are returned: eager's, with their autograd graph. That
+takes more memory than the unplanned step. It also makes two autograd graphs, whose gradients are added up in
+another order than inside eager's one. So a warning says it, and from the next call on calls of this kind run
+without the plan. Where the forward cannot run again for certain, differentiating a gradient is an error.
 """
 
 import weakref
@@ -28,16 +27,16 @@ from planner.graph.trace import TracedGraph
 
 
 class DoubleBackward(GraphHook):
-    """Makes the gradients of one planned graph differentiable where that is asked for.
+    """Makes the gradients of one planned graph differentiable where ``create_graph=True`` asks for it.
 
     Args:
         graph: The captured forward.
-        obstacle: Why it cannot be run again; None if it can.
-        after_others: Whether other parts of the forward come before it, of which nothing is differentiated.
-            What they made is not held for a second run: it would live for longer than planned.
-        calls: Those of the module. Those like one that was differentiated twice run without the plan: it
-            saves no memory there.
-        warn: Called, once, when it runs again without the plan.
+        obstacle: Why the forward cannot run again; None if it can.
+        after_others: Whether parts of the forward without a backward come before the graph. Their results are
+            not held for a second run, as they would live for longer than planned.
+        calls: The calls of the module. Calls like one that was differentiated twice run without the plan from
+            then on, since it saves no memory there.
+        warn: Called, once, when the forward runs again without the plan.
     """
 
     watches = True
@@ -53,9 +52,9 @@ class DoubleBackward(GraphHook):
         self._graph, self._obstacle, self._calls, self._warn = graph, obstacle, calls, warn
         self._held = _referred_to if after_others else _as_they_are
         self._warned = self._warned_of_sums = self._warned_of_runs = False
-        self._outputs: dict[int, int] = {}
-        self._places: dict[int, int] = {}
-        self._gradients: list[int] = []  # inputs that get one
+        self._outputs: dict[int, int] = {}  # of the autograd node -> position among the results of the graph
+        self._places: dict[int, int] = {}  # position of an input -> place among the gradients of tensors
+        self._gradients: list[int] = []  # positions of the inputs that get a gradient
 
     def on_traced(self, traced: TracedGraph) -> None:
         joint = traced.reading
@@ -81,41 +80,41 @@ class DoubleBackward(GraphHook):
         self,
         kept: list[tuple[Any, ...]],
         versions: list[int],
-        through: "_Differentiated",
-        given: tuple[torch.Tensor | None, ...],
+        differentiated: "_Differentiated",
+        of_outputs: tuple[torch.Tensor | None, ...],
     ) -> tuple[torch.Tensor | None, ...] | None:
-        if through.backward == autograd.current_backward() and not self._warned_of_sums:
+        if differentiated.backward == autograd.current_backward() and not self._warned_of_sums:
             self._warned_of_sums = True
             self._warn(
-                "a loss is made of what a planned module returned, and of a gradient of that too "
+                "a loss uses an output of a planned module and a gradient of that output too "
                 "(create_graph=True): both are added up in another order than without a plan, and gradients "
                 "may differ in the last bits. Call backward for each, the output's first with "
                 "retain_graph=True, compute the gradient from a forward of its own, or use planner.step "
                 "around the function that computes the loss"
             )
-        # A hook after a node keeps alive what the node is given for as long as it runs, which no plan
-        # allows for: there is one only where gradients are to be differentiable.
+        # A hook after a node keeps the node's gradients alive while the node runs, and no plan counts that:
+        # it is registered only where gradients are to be differentiable.
         if torch.is_grad_enabled():
             node = autograd.running_node()
             handles: list[Any] = []
 
-            def after(found: Any, _given: Any) -> Any:
+            def after(of_inputs: Any, _of_outputs: Any) -> Any:
                 handles.pop().remove()
-                return self._after(node, kept, versions, through, found, given)
+                return self._after(node, kept, versions, differentiated, of_inputs, of_outputs)
 
             handles.append(node.register_hook(after))
-            # AOTAutograd cannot lay out otherwise what is to be differentiated.
-            return tuple(g if g is None else g.detach() for g in given)
+            # AOTAutograd cannot change the strides of a tensor that requires a gradient.
+            return tuple(g if g is None else g.detach() for g in of_outputs)
         if not autograd.graph_is_kept():
-            kept.clear()  # so that holding the loss does not hold the inputs
+            kept.clear()  # else whoever holds the loss would hold the inputs
         return None
 
     def _several_runs(self) -> None:
         if not self._warned_of_runs:
             self._warned_of_runs = True
             self._warn(
-                "a loss is made of gradients that were taken of one call of a planned module one after the "
-                "other (create_graph=True): they are added up in another order than without a plan, and "
+                "a loss uses gradients that were taken one after the other of one call of a planned module "
+                "(create_graph=True): they are added up in another order than without a plan, and "
                 "gradients may differ in the last bits. Take them in one torch.autograd.grad, or use "
                 "planner.step around the function that computes the loss"
             )
@@ -126,8 +125,8 @@ class DoubleBackward(GraphHook):
         kept: list[tuple[Any, ...]],
         versions: list[int],
         through: "_Differentiated",
-        found: tuple[torch.Tensor | None, ...],
-        given: tuple[torch.Tensor | None, ...],
+        of_inputs: tuple[torch.Tensor | None, ...],
+        of_outputs: tuple[torch.Tensor | None, ...],
     ) -> tuple[torch.Tensor | None, ...]:
         if self._obstacle or versions != _versions(kept):
             obstacle = self._obstacle or "its inputs or parameters have been changed since, or freed"
@@ -136,11 +135,11 @@ class DoubleBackward(GraphHook):
                 for t in (
                     *autograd.leaves_behind(node),
                     *(a for args in kept for a in map(_there, args)),
-                    *given,
+                    *of_outputs,
                 )
                 if isinstance(t, torch.Tensor) and t.requires_grad
             ]
-            return tuple(g if g is None else _Once.apply(g.detach(), obstacle, *made_of) for g in found)  # type: ignore[no-untyped-call]
+            return tuple(g if g is None else _Once.apply(g.detach(), obstacle, *made_of) for g in of_inputs)  # type: ignore[no-untyped-call]
         self._calls.leave(through.call)
         if not self._warned:
             self._warned = True
@@ -153,12 +152,12 @@ class DoubleBackward(GraphHook):
             )
         args = tuple(map(_there, kept[0]))
         wanted = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.requires_grad]
-        # All that is computed of this run's gradients leads through these, if only by what was saved.
+        # Whatever is computed from this run's gradients has its own gradient lead through these views.
         through_views = {i: args[i].view_as(args[i]) for i in wanted}
         outputs = as_written(self._graph)(*(through_views.get(i, a) for i, a in enumerate(args)))
         pairs = [
             (outputs[self._outputs[i]], g)
-            for i, g in enumerate(given)
+            for i, g in enumerate(of_outputs)
             if g is not None and i in self._outputs
         ]
         gradients = torch.autograd.grad(
@@ -173,14 +172,14 @@ class DoubleBackward(GraphHook):
             if tensor is not None and tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(differentiated)
         replaced = {self._places[i]: g for i, g in zip(wanted, gradients, strict=True)}
-        return tuple(replaced.get(i) if g is not None else None for i, g in enumerate(found))
+        return tuple(replaced.get(i) if g is not None else None for i, g in enumerate(of_inputs))
 
 
 class _Differentiated:
-    """In which backward a gradient of one call was differentiated last.
+    """The last backward that differentiated a gradient of one call.
 
     Attributes:
-        backward: Its number.
+        backward: The number of that backward; None before there is one.
         call: The call.
     """
 
@@ -190,10 +189,10 @@ class _Differentiated:
         self._run: object = None
 
     def by_another_run(self, several: Callable[[], None]) -> Callable[[Any], None]:
-        """What is to be called where gradients that one further run of the forward gave are differentiated.
+        """A hook on the nodes of one more run of the forward, called where its gradients are differentiated.
 
         Args:
-            several: Called where those of an earlier run are differentiated in the same backward.
+            several: Called where the same backward differentiates gradients of an earlier run too.
         """
         run = object()
 
@@ -207,10 +206,10 @@ class _Differentiated:
 
 
 def hook(context: HookContext) -> DoubleBackward:
-    """One that runs the captured forward again, where nothing stands in the way of that."""
+    """For every graph; its forward runs again unless there is an obstacle."""
     obstacle = "it was called under autocast" if context.autocast else None
     if context.plan.coverage != "one-graph":
-        # Held for a second run, what one part hands to another would live for longer than planned.
+        # Held for a second run, results that one part hands to another would live for longer than planned.
         obstacle = "it is captured in several parts"
     if calls_functions(context.graph):
         obstacle = "it calls a torch.autograd.Function, whose backward is captured as a constant"
@@ -229,23 +228,25 @@ def _referred_to(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _there(argument: Any) -> Any:
+    """An argument; None in place of a tensor that was freed."""
     return argument() if isinstance(argument, weakref.ref) else argument
 
 
 def _versions(kept: list[tuple[Any, ...]]) -> list[int]:
-    """How often each tensor among arguments was written to; those that were freed are none."""
+    """How often each tensor among the arguments was written to, without those that were freed."""
     return [writes(a) for args in kept for a in map(_there, args) if isinstance(a, torch.Tensor)]
 
 
 def _without_memory(args: tuple[Any, ...], positions: Sequence[int]) -> tuple[Any, ...]:
-    """Of each argument that was computed from others, a tensor without elements that was computed from it.
+    """Tensors without elements, each computed from one argument that was itself computed from others.
 
-    Weights are left out, and views of them: the node of the graph leads to these. So are those that get no
-    gradient: what was saved to compute them would live for longer than without a plan.
+    They lead the engine to these arguments and hold no memory. Weights and views of them are left out: the
+    node of the graph leads to these anyway. Arguments without a gradient are left out too: their autograd
+    graph would live for longer than without a plan.
 
     Args:
         args: The arguments.
-        positions: Those that get one.
+        positions: Positions of the arguments that get a gradient.
     """
     return tuple(
         a.unsqueeze(0).narrow(0, 0, 0).clone()
@@ -260,8 +261,8 @@ def _without_memory(args: tuple[Any, ...], positions: Sequence[int]) -> tuple[An
 class _Once(torch.autograd.Function):
     """A gradient that cannot be differentiated.
 
-    It is a function of all that the gradient was computed from: the engine passes over a node that does not
-    lead to what is asked for, and in place of the error there would be a gradient that lacks a part.
+    It is a function of everything that the gradient was computed from. The engine skips a node that does not
+    lead to the tensors that it was asked for; there would be no error then, but a gradient that lacks a part.
     """
 
     @staticmethod

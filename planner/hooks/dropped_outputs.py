@@ -14,19 +14,19 @@ from planner.training_step.step import unique_storages
 
 
 class DroppedOutputs(GraphHook):
-    """Warns once if outputs that are planned as dropped are held while backward runs.
+    """Warns once if the caller still holds outputs, while backward runs, that the plan assumes to be dropped.
 
-    Checked are outputs that the loss does not use, of models that are one graph: only the caller holds
-    those. What the loss uses may exist in any case, saved for backward.
+    It checks the outputs that the loss does not use, of models that are one graph: nobody but the caller
+    holds these. Autograd may hold the other outputs.
 
     Args:
         outputs: Positions of the outputs that the loss does not use.
         plan: The plan.
-        warn: Called with what is held.
+        warn: Called, once, with a text that says how much is held.
     """
 
     def __init__(self, outputs: Sequence[int], plan: PlanRecord, warn: Callable[[str], None]) -> None:
-        # The stage of a pipeline holds them until its backward has run, as planned.
+        # A stage of a pipeline holds its outputs until its backward has run, and its plan counts them.
         alone = plan.coverage == "one-graph" and plan.target.in_flight is None
         dropped = plan.model.outputs == "dropped" and alone
         self._outputs = outputs if dropped else ()
@@ -43,7 +43,7 @@ class DroppedOutputs(GraphHook):
     def _look(self, unused: Sequence[weakref.ref[torch.Tensor]]) -> None:
         if self._warned or all(reference() is None for reference in unused):
             return
-        gc.collect()  # reference cycles of the first capture do not count as holding
+        gc.collect()  # reference cycles that the capture left hold nothing for the caller
         alive = [tensor for tensor in (reference() for reference in unused) if tensor is not None]
         if not alive:
             return
@@ -57,5 +57,5 @@ class DroppedOutputs(GraphHook):
 
 
 def hook(context: HookContext) -> DroppedOutputs:
-    """One for the outputs that the plan's loss does not use."""
+    """For the outputs that the plan's loss does not use."""
     return DroppedOutputs(context.unused_outputs, context.plan, context.warn)

@@ -1,13 +1,12 @@
-"""Gradients of a planned graph that are added to others that the plan has not seen, as of a regulariser.
+"""A warning where a planned graph's gradient is added to one that the plan has not seen, as of a regulariser.
 
-Without a plan the autograd engine adds the gradients of a tensor's uses one by one, the last use first. A
-graph returns the sum of those inside it. That is the same if no other gradient arrived before it; otherwise
-the sum is rounded in another order. Where a plan knows of other gradients the graph returns per-use gradients
-(see :mod:`planner.graph.passes.per_use_gradients`); this check finds those that it does not know of.
+The autograd engine adds the gradients of a tensor's uses one by one, the last use first. A graph returns the
+sum of the uses inside it. That gives the same bits if no other gradient arrived before; otherwise the total
+is rounded in another order. Where the plan knows of the other gradient, the graph returns per-use gradients
+(:mod:`planner.graph.passes.per_use_gradients`). This check finds gradients unknown to the plan.
 
-An input whose gradient is such a sum costs a hook per step where that gradient is accumulated; others cost
-nothing. The engine adds in place to the gradient that arrived first, so the memory of the total identifies
-it.
+An input whose gradient is such a sum costs one hook a step, where its gradient is accumulated. The engine
+adds in place to the gradient that arrived first, so the address of the total tells which one that was.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,11 +25,12 @@ from planner.graph.trace import TracedGraph
 
 
 class _Run:
-    """One run of a graph, which may run several times in a step; its autograd node keeps it.
+    """One run of a graph, which may run several times in a step. The run's autograd node holds it.
 
     Attributes:
-        sums: Where the sums that its backward returned are, by the position of the input.
-        handles: Hooks where leaves accumulate, which may outlive the step: removed with the run.
+        sums: Addresses of the sums that its backward returned, by the position of the input.
+        handles: Hooks on the nodes where leaves accumulate. These nodes may outlive the step, so the run
+            removes the hooks when it dies.
     """
 
     def __init__(self) -> None:
@@ -43,18 +43,18 @@ class _Run:
 
 
 class ExternalAccumulationCheck(GraphHook):
-    """Watches the gradients of one planned graph's inputs that are added up inside it.
+    """Watches those inputs of one planned graph whose gradients are sums.
 
     Args:
-        warn: Called, once, if another gradient arrived before one of them.
+        warn: Called, once, if another gradient arrived before such a sum.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
         self._warned = False
-        self._places: dict[int, int] = {}
-        self._sums: dict[int, int] = {}  # of the run whose backward it is
-        self._asked = WeakIdKeyDictionary()  # by tensor, what looks at its gradient in this backward
+        self._places: dict[int, int] = {}  # position of an input -> place of its sum among the gradients
+        self._sums: dict[int, int] = {}  # those of the run whose backward is running
+        self._asked = WeakIdKeyDictionary()  # tensor -> functions that look at its gradient in this backward
 
     def on_traced(self, traced: TracedGraph) -> None:
         flat: Sequence[Any] = traced.joint.graph.output_node().args[0]  # type: ignore[assignment]
@@ -66,11 +66,11 @@ class ExternalAccumulationCheck(GraphHook):
         self.watches = bool(self._places)
 
     def backward(self, compiled: aot.BoxedFunction) -> aot.BoxedFunction:
-        # Notes the memory of the sums that are returned.
         if not self._places:
             return compiled
 
         def run(args: list[Any]) -> Sequence[Any]:
+            """The backward; notes the addresses of the sums that it returns."""
             results = compiled(args)
             for position, place in self._places.items():
                 if results[place] is not None:
@@ -85,7 +85,7 @@ class ExternalAccumulationCheck(GraphHook):
             watched = [
                 self._watch(run, position, args[position])
                 for position in self._places
-                if args[position].requires_grad and not has_hooks(args[position])  # they may hand on another
+                if args[position].requires_grad and not has_hooks(args[position])  # which may replace the sum
             ]
 
             def before(_gradients: tuple[torch.Tensor | None, ...]) -> None:
@@ -96,15 +96,15 @@ class ExternalAccumulationCheck(GraphHook):
             node.register_prehook(before)
 
     def _watch(self, run: _Run, position: int, tensor: torch.Tensor) -> Callable[[], None]:
-        """Watch what arrives where a gradient is accumulated, to which a run of the graph gives a sum.
+        """Watch the gradient that arrives at an input whose gradient from this run is a sum.
 
         Returns:
-            What is called in a backward, before the graph's own: ``torch.autograd.grad`` takes the gradient
-            before it is accumulated, and only hooks on the tensor see it then.
+            A function to call in a backward, before the backward of the graph. ``torch.autograd.grad`` takes
+            a gradient before it is accumulated; only hooks on the tensor see it then.
         """
         edge, alive, sums = get_gradient_edge(tensor), TensorWeakRef(tensor), run.sums
         output = edge.output_nr
-        # A hook on a node must hold neither the node nor the run: nothing would free them.
+        # A hook on a node holds neither the node nor the run: nothing would free such a circle.
 
         def see(gradient: torch.Tensor | None) -> None:
             if self._warned or gradient is None or torch.is_grad_enabled() or position not in sums:
@@ -116,13 +116,13 @@ class ExternalAccumulationCheck(GraphHook):
             see(gradients[output])
 
         def asked_for() -> None:
-            there = alive()
-            if there is None or (there.is_leaf and autograd.runs_leaf(edge.node)):
+            living = alive()
+            if living is None or (living.is_leaf and autograd.runs_leaf(edge.node)):
                 return
-            if there in self._asked:
-                self._asked[there].append(see)
-            elif not has_hooks(there):
-                self._ask(there, [see])
+            if living in self._asked:
+                self._asked[living].append(see)
+            elif not has_hooks(living):
+                self._ask(living, [see])
 
         handle = edge.node.register_prehook(look)
         if tensor.is_leaf:  # its node may outlive the step
@@ -130,7 +130,7 @@ class ExternalAccumulationCheck(GraphHook):
         return asked_for
 
     def _ask(self, tensor: torch.Tensor, seeing: list[Callable[[torch.Tensor], None]]) -> None:
-        """Have all that look at a tensor's gradient called with it, in the backward that is running."""
+        """Have functions called with a tensor's gradient, in the backward that is running."""
 
         def arrived(gradient: torch.Tensor) -> None:
             for see in seeing:
@@ -138,10 +138,10 @@ class ExternalAccumulationCheck(GraphHook):
 
         def ended() -> None:
             handle.remove()
-            if (there := alive()) is not None:
-                self._asked.pop(there, None)
+            if (living := alive()) is not None:
+                self._asked.pop(living, None)
 
-        alive = TensorWeakRef(tensor)  # what is called at the end must not hold its memory until then
+        alive = TensorWeakRef(tensor)  # ``ended`` must not hold the tensor until the backward ends
         self._asked[tensor] = seeing
         handle = tensor.register_hook(arrived)
         autograd.after_this_backward(ended)
@@ -157,5 +157,5 @@ class ExternalAccumulationCheck(GraphHook):
 
 
 def hook(context: HookContext) -> ExternalAccumulationCheck:
-    """One that warns the user."""
+    """For every graph; it warns the user."""
     return ExternalAccumulationCheck(context.warn)

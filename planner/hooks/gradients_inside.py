@@ -1,7 +1,7 @@
-"""A graph that differentiates by an input runs as written where another was computed from that one.
+"""A graph that differentiates by an input runs as written if another input was computed from that one.
 
-What is done in such a graph is right only if what it differentiates by and its other inputs have nothing to
-do with each other, see :mod:`planner._torch.joint.gradients_inside`.
+The graph's gradient lacks the part that goes through the other input. Traced graphs are right only where the
+two are independent (:mod:`planner._torch.joint.gradients_inside`).
 """
 
 from collections.abc import Callable
@@ -16,21 +16,22 @@ from planner.graph.dynamo_graph import structure_of
 
 
 class GradientsInside(GraphHook):
-    """Looks, at every call, where the arguments come from.
+    """Looks, at every call, what the arguments were computed from.
 
     Args:
         graph: The captured forward.
-        planned: Whether the plan has it: it was seen then how results of earlier graphs depend on each other.
-        warn: Called, once, when it runs as written.
+        planned: Whether the plan has this graph. Planning then saw how results of earlier graphs depend on
+            each other.
+        warn: Called, once, when the graph runs as written.
     """
 
     def __init__(self, graph: GraphModule, planned: bool, warn: Callable[[str], None]) -> None:
         self._graph, self._planned, self._warn = graph, planned, warn
-        self._by = differentiated_inputs(graph)
-        self.watches, self._warned = bool(self._by), False
+        self._differentiated = differentiated_inputs(graph)
+        self.watches, self._warned = bool(self._differentiated), False
 
     def instead(self, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-        if not meet_outside(args, self._by, siblings=not self._planned):
+        if not meet_outside(args, self._differentiated, siblings=not self._planned):
             return None
         if not self._warned:
             self._warned = True
@@ -42,7 +43,7 @@ class GradientsInside(GraphHook):
 
 
 def hook(context: HookContext) -> GradientsInside:
-    """One that looks at a graph's arguments, if it differentiates by some."""
+    """For every graph; it does nothing where the graph differentiates by no input."""
     structure = structure_of(context.graph)
     planned = any(record.structure == structure for record in context.plan.graphs)
     return GradientsInside(context.graph, planned, context.warn)

@@ -1,6 +1,6 @@
-"""Switches of PyTorch's kernels are to be in the backward as they were in the forward.
+"""A warning, or an error, where switches of PyTorch's kernels change between a forward and its backward.
 
-What is computed again there would take other kernels than the first time, and round differently.
+Re-runs in the backward would take other kernels than the first run, and round differently.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class SwitchedKernels(GraphHook):
 
     Args:
         recomputes: Whether the plan computes anything again.
-        warn: Called, once, if it does, by other kernels.
+        warn: Called, once, if it does so with other switches.
     """
 
     watches = True
@@ -45,11 +45,11 @@ class SwitchedKernels(GraphHook):
             self._warned = True
             self._warn(
                 f"{', '.join(changed)} was changed between the forward and the backward of a planned module: "
-                "what is computed again may differ in the last bits, and gradients with it. Change it before "
+                "recomputed values may differ in the last bits, and gradients with them. Change it before "
                 "the forward or after the backward"
             )
 
 
 def hook(context: HookContext) -> SwitchedKernels:
-    """One that warns the user."""
+    """For every graph; it warns the user."""
     return SwitchedKernels(context.plan.recomputed_operations > 0, context.warn)

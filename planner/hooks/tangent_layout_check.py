@@ -1,4 +1,4 @@
-"""Gradients from outside must have the strides that the backward was traced for."""
+"""A warning where the gradient of an output has other strides than the backward was traced for."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,10 +12,10 @@ from planner.graph.trace import TracedGraph
 
 
 class TangentLayoutCheck(GraphHook):
-    """Checks that the gradients that a planned graph gets have the strides that were planned.
+    """Compares the strides of the gradients that a planned graph gets with the planned ones.
 
     Args:
-        warn: Called, once, if one has not.
+        warn: Called, once, if they differ.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
@@ -49,5 +49,5 @@ class TangentLayoutCheck(GraphHook):
 
 
 def hook(context: HookContext) -> TangentLayoutCheck:
-    """One that warns the user."""
+    """For every graph; it warns the user."""
     return TangentLayoutCheck(context.warn)

@@ -1,9 +1,9 @@
-"""A planned backward in which some outputs of the graph got no gradient.
+"""A planned backward in which some outputs of the graph get no gradient.
 
-In eager, parameters that only those outputs depend on then keep ``grad = None``. AOTAutograd passes zeros to
-the one backward that it traced, which leaves gradients of zeros (weight decay and momentum differ then) and
-multiplies zeros with the values of the forward, infinities included. Here a variant of the backward runs,
-without everything that only the undefined gradients lead to. Hooks on what gets no gradient by that are not
+In eager, parameters that only those outputs depend on keep ``grad = None``. AOTAutograd traced one backward
+and passes it zeros. That leaves gradients of zeros, by which weight decay and momentum differ, and multiplies
+zeros with the values of the forward, infinities included. Here a variant of the backward runs, without the
+operations that only the undefined gradients lead to. Hooks on tensors that get no gradient by that are not
 called; the engine would call them with None.
 """
 
@@ -35,17 +35,17 @@ class UndefinedGradients(GraphHook):
         self._module: GraphModule | None = None
         self._tangents: Mapping[int, int] = {}
         self._variants: dict[frozenset[int], aot.BoxedFunction] = {}
-        self._leaves_out = False  # even with all gradients of outputs, one of an input that needs one
+        self._leaves_out = False  # an input that needs a gradient gets none, even if all outputs have one
         # Set by a hook before an autograd node runs, read by its backward right after, in one thread.
         self._next_call = threading.local()
 
     def on_traced(self, traced: TracedGraph) -> None:
-        # Which output of the autograd node is the source of which gradient among the inputs.
+        # Output of the autograd node -> its gradient's position among the inputs of the backward.
         self._tangents = aot_metadata.tangent_positions(traced.joint, traced.forward_outputs)
         returned: Any = traced.joint.graph.output_node().args[0]
         places = aot_metadata.gradient_places(traced.joint)
         self._leaves_out = any(returned[place] is None for place in places.values())
-        self.watches = bool(self._tangents)  # a single one is not there where a later graph returns none
+        self.watches = bool(self._tangents)  # even a single one is missing where a later graph returns None
 
     def compile(self, module: GraphModule) -> aot.BoxedFunction:
         """The boxed function of a backward graph, whose last inputs are the gradients of the outputs."""
@@ -95,12 +95,12 @@ class UndefinedGradients(GraphHook):
 
 
 def without_gradients(module: GraphModule, absent: frozenset[int], count: int) -> GraphModule:
-    """A backward graph without what absent gradients lead to.
+    """A backward graph without the operations that only absent gradients lead to.
 
     Args:
         module: The graph; the last ``count`` of its inputs are the gradients of the forward's outputs.
-        absent: Which of those are not there, by position among them.
-        count: How many there are.
+        absent: The gradients that are not there, by position among these.
+        count: The number of outputs.
 
     Returns:
         A graph with the same inputs and outputs.
@@ -110,7 +110,7 @@ def without_gradients(module: GraphModule, absent: frozenset[int], count: int) -
     result = graph_module(module, graph)
     gradients = [n for n in graph.nodes if n.op == "placeholder"][-count:]
     for node in leave_out(graph, gradients, {gradients[i] for i in absent}):
-        forget(node)  # what it writes its result into may be read again
+        forget(node)  # the operand that it writes its result into may be read again
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     result.recompile()
     return result

@@ -13,14 +13,14 @@ from planner.errors import PlanMismatch
 
 
 class UnusedOutputs(GraphHook):
-    """Outputs that the planned loss does not use must not get a gradient unnoticed.
+    """Cuts off the outputs that the planned loss does not use, and reports a gradient that arrives after all.
 
-    AOTAutograd would give them a full gradient of zeros, and parameters that only they depend on a gradient
-    of zeros where eager leaves None. They are cut off instead, and a gradient that arrives is reported.
+    AOTAutograd would give such an output a full gradient of zeros, and with it parameters that only this
+    output depends on, where eager leaves None.
 
     Args:
-        outputs: Their positions.
-        arrived: Called with the position of one that gets a gradient; raises if not given.
+        outputs: The positions of these outputs.
+        arrived: Called with the position of an output that gets a gradient. Left out: raise an error.
     """
 
     def __init__(self, outputs: Sequence[int], arrived: Callable[[int], None] | None = None) -> None:
@@ -38,13 +38,13 @@ class UnusedOutputs(GraphHook):
 
 def _refuse(_output: int) -> None:
     raise PlanMismatch(
-        "a gradient arrives at an output of the model, or at what its forward left in an attribute, that the "
-        "planned loss did not use. Plan again with loss= a callable that uses what the loss you train with "
-        "uses, as in loss=lambda output: output.logits.sum() + model.balance, or plan the function that "
-        "computes it, with planner.step; or planner.remove(model). It can also be a result inside of "
-        "a forward whose path random numbers or data decide, where the planned path had no use for it: plan "
-        "the parts that are the same on each path, with regions=, and where chance leaves parts out, as "
-        "layerdrop does, with its probability at 0"
+        "a gradient arrives at an output of the model, or at an attribute that its forward set, which the "
+        "planned loss did not use. Plan again with loss= a callable that uses the same outputs as the loss "
+        "you train with, as in loss=lambda output: output.logits.sum() + model.balance, or plan the function "
+        "that computes it, with planner.step; or planner.remove(model). If random numbers or data decide the "
+        "path of the forward, it can also be a result inside it that the planned path did not use: plan the "
+        "parts that are the same on each path, with regions=, and where chance leaves parts out, as "
+        "layerdrop does, plan with its probability at 0"
     )
 
 
@@ -61,11 +61,11 @@ class _Unused(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, output: torch.Tensor, arrived: Callable[[], None]
     ) -> torch.Tensor:
-        # The engine also calls this without a gradient: where a later graph uses the output for nothing that
-        # the loss uses.
+        # The engine calls ``backward`` with None, too: where a later graph uses the output for results that
+        # the loss does not use. With zeros instead of None that would look like a gradient.
         ctx.set_materialize_grads(False)
         ctx.arrived = arrived
-        # Marked as written to in place: otherwise it would be a view, which the user could not write to.
+        # Marked as written in place. Otherwise the result would be a view, which the user could not write to.
         if not is_view(output):
             ctx.mark_dirty(output)
         return output

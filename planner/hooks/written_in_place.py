@@ -1,4 +1,7 @@
-"""What a step changes in place before the backward of the graph that reads or made it, as it was recorded."""
+"""Finds the inputs and results of a graph that a step changes in place before the graph's backward.
+
+Used while a step is recorded.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,19 +17,19 @@ from planner.graph.trace import TracedGraph
 
 
 class WrittenInPlace(GraphHook):
-    """Compares how often PyTorch says that tensors were changed, after the forward and before the backward.
+    """Compares PyTorch's version counters of tensors after the forward with those before the backward.
 
-    They are not held for it, as that would change for how long the step holds them. Changes that PyTorch does
-    not count show by the operators that wrote, and, in a step that runs with data, by their bytes.
+    It does not hold the tensors: that would change how long the step holds them. A change that PyTorch does
+    not count shows by the operator that wrote, or, in a step that runs with data, by the tensor's bytes.
 
     Args:
-        watch: Returns what tells whether the memory of a tensor has been written to since, and whether it has
-            been resized.
+        watch: Given a tensor, returns a function that tells whether its memory was written to since, and
+            whether it was resized.
 
     Attributes:
         inputs: Positions of the inputs that were changed.
         outputs: Positions of the results that were changed, among those of the traced graph.
-        uncounted_inputs, uncounted_outputs: Those of which PyTorch counts no change.
+        uncounted_inputs, uncounted_outputs: Those of them whose change PyTorch does not count.
     """
 
     watches = True
@@ -37,17 +40,20 @@ class WrittenInPlace(GraphHook):
         self.uncounted_inputs, self.uncounted_outputs = set[int](), set[int]()
         self._positions: dict[int, int] = {}
         self._probed: list[Watched] = []
-        self._counted = set[int]()  # results of which a step without plan counts changes
+        self._counted = set[int]()  # results whose changes PyTorch counts in a step without a plan
 
     def probed(self, results: Sequence[Any]) -> None:
-        """Note what the graph returned that ran as it is: where traced graphs write to that, by ``.data``
-        too, PyTorch counts it."""
+        """Note the results of the graph as it ran untraced.
+
+        PyTorch counts every write of a traced graph, those through ``.data`` too. Here it counts as it does
+        in a step without a plan.
+        """
         tensors = {i: result for i, result in enumerate(results) if isinstance(result, torch.Tensor)}
         with without_modes():
             self._probed.append(Watched(tensors))
 
     def take_counted(self, other: "WrittenInPlace") -> None:
-        """Let what was noted of another one's graph be that of this one's, which is the same."""
+        """Take over the notes that another hook made of the same graph."""
         self._probed = other._probed
 
     def on_traced(self, traced: TracedGraph) -> None:
@@ -57,22 +63,25 @@ class WrittenInPlace(GraphHook):
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
         values = dict(enumerate(args))
-        node.register_prehook(self._looks(values, self.inputs, self.uncounted_inputs, lambda _: True))
+        node.register_prehook(self._comparison(values, self.inputs, self.uncounted_inputs, lambda _: True))
 
     def results(self, node: Any, args: tuple[Any, ...], results: Sequence[Any]) -> Sequence[Any]:
         if node is not None:
             handed_out = {i: results[position] for i, position in self._positions.items()}
             counts = lambda i: self._positions[i] in self._counted  # noqa: E731
-            node.register_prehook(self._looks(handed_out, self.outputs, self.uncounted_outputs, counts))
+            node.register_prehook(self._comparison(handed_out, self.outputs, self.uncounted_outputs, counts))
         return results
 
-    def _looks(
+    def _comparison(
         self, values: Mapping[int, Any], found: set[int], uncounted: set[int], counts: Callable[[int], bool]
     ) -> Callable[[Any], None]:
-        """A hook that adds to what was found the keys of the tensors that were changed.
+        """A hook on the backward that adds the keys of changed tensors to ``found``.
 
         Args:
-            counts: Whether a step without a plan counts changes to one that is changed.
+            values: The inputs or results that may have been changed, by key.
+            found: Keys of changed tensors.
+            uncounted: Keys of those whose change PyTorch does not count.
+            counts: Whether PyTorch counts the changes of a key's tensor in a step without a plan.
         """
         with without_modes():
             tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
@@ -87,10 +96,10 @@ class WrittenInPlace(GraphHook):
             with without_modes():
                 changed, written = set(counted.written()), set[int]()
                 known = filter(counts, changed & plain.keys())
-                memory = {plain[key][0] for key in known}  # which others may view
+                memory = {plain[key][0] for key in known}  # other keys may view the same memory
                 for key, (at, is_changed) in plain.items():
                     is_written, is_resized = is_changed()
-                    if is_resized:  # there is nothing any more that eager could read
+                    if is_resized:  # nothing is left there that eager could read
                         changed.add(key)
                     elif is_written and at not in memory:
                         written.add(key)

@@ -108,7 +108,7 @@ def wanted_lazily(
     progress: Progress | None = None,
     **options: Unpack[PlanKeywords],
 ) -> Wanted | None:
-    """What to plan a module with at its first training call; None where plans are off.
+    """The options of planning a module at its first training call; None where plans are off.
 
     Arguments and errors are those of :func:`auto_checkpoint`.
     """

@@ -1,4 +1,4 @@
-"""Whether a plan file is for a step as it is now."""
+"""Whether the plan in a file is the one that would be made now."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +29,7 @@ _NOT_RECORDED = (
 
 
 def made_of(model: torch.nn.Module, options: Mapping[str, Any]) -> dict[str, str]:
-    """Entries of ``created_with``: what a plan was made with and no other field of it records."""
+    """Entries of ``created_with``: the options and sizes that no other field of a plan records."""
     trainable = [p.numel() for p in model.parameters() if p.requires_grad]
     given = [f"{name}={_shown(options[name])}" for name in _NOT_RECORDED if options.get(name)]
     return {
@@ -45,13 +45,13 @@ def mismatch(
 
     Inputs that are larger than the plan's in no dimension are no reason: the plan covers them.
     """
-    here = device_of(model, step)
-    device = find_device(options.get("device"), here)
+    device_here = device_of(model, step)
+    device = find_device(options.get("device"), device_here)
     ranks = read_parallel(options.get("parallel"))
-    there = plan.resident.gradient_bytes > 0
+    counts_gradients = plan.resident.gradient_bytes > 0
     accumulate = options.get("accumulate")
     if accumulate is None:  # a plan that counts existing gradients also covers steps without them
-        accumulate = there or any(p.grad is not None for p in model.parameters())
+        accumulate = counts_gradients or any(p.grad is not None for p in model.parameters())
     compared: list[tuple[str, Any, Any]] = [
         ("planner", plan.created_with.get("planner"), __version__),
         ("torch", plan.created_with.get("torch"), torch.__version__),
@@ -61,7 +61,7 @@ def mismatch(
         ("outputs", plan.model.outputs, step.outputs),
         ("inputs", plan.target.inputs, options.get("inputs", "unchanged")),
         ("autocast", plan.model.autocast, autocast_regions()),
-        ("accumulate", there, accumulate),
+        ("accumulate", counts_gradients, accumulate),
         ("backend", plan.target.backend, _backend(plan, options.get("backend", "eager"))),
         ("backend_options", plan.target.backend_options, dict(options.get("backend_options", {}))),
         ("parallel", parallel_of(plan.target.parallel), ranks),
@@ -73,9 +73,9 @@ def mismatch(
         return "of other parameters or buffers"
     if not set(plan.model.regions) <= named_parts(model).keys():
         return "with regions that the model has not"
-    for name, there, now in compared:
-        if there != now:
-            return f"{name} {_shown(there)}, now {_shown(now)}"
+    for name, then, now in compared:
+        if then != now:
+            return f"{name} {_shown(then)}, now {_shown(now)}"
     shape_of = None if ranks is None else Rank(ranks).shape_of
     kept = optimizer_step(options.get("optimizer"), model, device, shape_of=shape_of).state_bytes
     if kept != plan.resident.optimizer_bytes:
@@ -103,7 +103,7 @@ def _amount(budget: int | str) -> Any:
     """A budget to compare: "8GiB" is 8 * 2**30; shares as they are written."""
     try:
         read: Budget = parse_budget(budget, 2**60)
-    except BudgetError:  # of a file that was changed: what is asked for now was read before
+    except BudgetError:  # of a file that was changed: the budget that is asked for now was read before
         return budget
     return read.text if read.bytes is None or read.text.endswith("%") else read.bytes
 
@@ -115,7 +115,7 @@ def _shown(value: Any) -> str:
 
 
 def _backend(plan: PlanRecord, asked: str) -> str:
-    """The backend that was asked for, by the name that plans have; that of the plan where it may choose."""
+    """The name in plans of the backend that was asked for; for "auto" that of the plan."""
     if asked == "auto" and plan.target.backend in ("eager", "replay"):
         return plan.target.backend
     return "eager" if asked == "graph" else asked

@@ -1,4 +1,4 @@
-"""What is installed in a module that is to be planned at its first training call."""
+"""The call that is installed in a module until its first training call, which plans it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,10 +13,9 @@ from planner._torch.tracing.inside_compile import not_compiled
 from planner.capture.captured_step import NO_LOSS
 from planner.environment import plans_are_off, tell
 from planner.errors import CaptureError, SkippedStep, warn
-from planner.lazy.grown import Grown
+from planner.lazy.changed_parameters import Grown, Thawed
 from planner.lazy.make import Made, Wanted, planned_or_cached
 from planner.lazy.rank_zero import first_rank, planned_by_rank_zero
-from planner.lazy.thawed import Thawed
 from planner.parallel.data_parallel import wrapped_here
 from planner.planfile.budget import format_bytes
 from planner.runtime.install import check_fits, put_in
@@ -38,14 +37,14 @@ class PlannedAtFirstCall(InstalledCall):
 
     Args:
         model: The module.
-        previous: What was installed before.
-        wanted: What to plan with.
+        previous: The call that was installed before.
+        wanted: The options of the plan.
     """
 
     def __init__(self, model: torch.nn.Module, previous: Callable[..., Any] | None, wanted: Wanted) -> None:
         super().__init__(model, previous, wanted.options.training)
         self.wanted = wanted
-        self._given_up = False  # the step cannot be captured, and runs as it is from then on
+        self._given_up = False  # the step cannot be captured: from then on it runs as it is
 
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +72,7 @@ class PlannedAtFirstCall(InstalledCall):
         if (made_up := next((n for n, p in model.named_parameters() if not p.is_leaf), None)) is not None:
             raise CaptureError(
                 f"{made_up} is not the module's own parameter at its first training call but computed from "
-                "others, as with torch.func.functional_call: plan what computes it as well, with "
+                "others, as with torch.func.functional_call: plan the code that computes it as well, with "
                 "planner.step around a function train_step(model, batch) that returns the loss"
             )
         try:
@@ -85,7 +84,7 @@ class PlannedAtFirstCall(InstalledCall):
                 raise
             self.unplanned.hindered_call(f"{type(model).__name__} cannot be planned ({error})", GIVEN_UP)
             output = self.run_original(*args, **kwargs)
-            self._given_up = True  # not where the forward raises: the next call may be of a better batch
+            self._given_up = True  # only now: where the forward raises, the next batch may be a better one
             return output
         planned.when_accumulating = self._plan_again
         self._watch(planned)
@@ -95,7 +94,7 @@ class PlannedAtFirstCall(InstalledCall):
             _tell(made, LOSS_OUTSIDE if NO_LOSS in made.plan.notes else "")
 
     def _plan_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlanCall | None:
-        """Plan for gradients that are there already, unless ``accumulate=`` was given."""
+        """Plan again, for gradients that are there when a step begins, unless ``accumulate=`` was given."""
         if self.wanted.options.accumulate is not None:
             return None
         try:
@@ -103,14 +102,14 @@ class PlannedAtFirstCall(InstalledCall):
         except SkippedStep:
             return None
         except CaptureError as error:
-            _go_on(error)
+            _warn_of_old_plan(error)
             return None
         _tell(made, "; planned again, as gradients are there already when a step begins")
         self._watch(planned)
         return planned
 
     def _watch(self, planned: PlanCall) -> None:
-        """Have the module planned again when its parameters take more, or some train that are frozen now."""
+        """Have the module planned again when its parameters are larger, or frozen ones train."""
         if self.wanted.on_new_shape != "replan":
             return
         thawed, grown = Thawed(self._model), Grown(self._model)
@@ -126,17 +125,17 @@ class PlannedAtFirstCall(InstalledCall):
             if (reason := why()) is None:
                 return None
             try:
-                made, again = self._plan(args, kwargs)
+                made, replanned = self._plan(args, kwargs)
             except SkippedStep:
                 return None
             except CaptureError as error:
                 planned.when_changed = None  # not at every step
-                _go_on(error)
+                _warn_of_old_plan(error)
                 return None
-            again.when_accumulating = self._plan_again
-            self._watch(again)
+            replanned.when_accumulating = self._plan_again
+            self._watch(replanned)
             _tell(made, f"; planned again, as {reason}")
-            return again
+            return replanned
 
         planned.when_changed = plan_again
 
@@ -170,18 +169,18 @@ class PlannedAtFirstCall(InstalledCall):
         install(copied, PlannedAtFirstCall(copied, None, self.wanted))
 
     def pickled(self) -> tuple[Any, ...]:
-        """With the options that can be pickled: not a loss, an optimizer or a progress report."""
+        """How to restore it, with the options that can be pickled: no loss, optimizer or progress report."""
         given = self.wanted.given.copy()
         given.pop("loss", None)
         given.pop("optimizer", None)
         return unpickled, replace(self.wanted, given=given, progress=None)
 
 
-def _go_on(error: CaptureError) -> None:
-    """Say that a step runs by the plan there is, since it cannot be planned again."""
+def _warn_of_old_plan(error: CaptureError) -> None:
+    """Warn that a step runs by the old plan, since it cannot be planned again."""
     warn(
-        f"the module cannot be planned again ({error}): it trains by its plan, and may exceed the budget. Do "
-        "what that says, or plan before with what it is trained with now"
+        f"the module cannot be planned again ({error}): it trains by its old plan, and may exceed the "
+        "budget. Follow that error's advice, or plan before training, with the inputs and parameters of now"
     )
 
 

@@ -26,7 +26,7 @@ from planner.training_step.step import Step
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a plan is to be made with.
+    """The options of a plan that is yet to be made.
 
     Attributes:
         budget: See :func:`planner.plan`.
@@ -34,9 +34,9 @@ class Wanted:
         cache: The file that keeps the plan, or None.
         given: Options of :func:`planner.plan`, by name.
         progress: See :func:`planner.plan`.
-        enlarge: Turns the arguments of the first training call into those to plan for; None: as they are.
-        as_run: Makes a copy of the module run as the user's did before it was to be planned, with checkpoints
-            that were switched off since; None: as it is.
+        enlarge: Given the arguments of the first training call, returns those to plan for; None: the same.
+        as_run: Given a copy of the module, switches on the module's own checkpoints, which were switched off
+            for the plan; None: there were none.
     """
 
     budget: int | str
@@ -74,7 +74,7 @@ class Made:
         now = plan.predicted.peak_bytes if whole is None else whole.total_bytes
         before = plan.baseline.peak_bytes if unplanned is None else unplanned.total_bytes
         extra = plan.overhead
-        if any(WRITES in note for note in plan.notes):  # it takes longer though nothing is computed again
+        if any(WRITES in note for note in plan.notes):  # it takes longer even if it recomputes nothing
             extra = plan.predicted.seconds / plan.baseline.seconds - 1
         return (
             f"{self.how}: {format_bytes(before)} -> {format_bytes(now)}, {100 * extra:+.0f} % time{self.end}"
@@ -95,7 +95,7 @@ def checked_wanted(wanted: Wanted) -> Wanted:
     check_loss(options.loss)
     if not isinstance(options.training, bool):
         raise OptionError(f"training={options.training!r}: expected True or False")
-    if wanted.cache is not None and not os.path.isfile(wanted.cache):  # one that is there may be read only
+    if wanted.cache is not None and not os.path.isfile(wanted.cache):  # a file that exists may be read only
         check_writable(wanted.cache)
     return wanted
 
@@ -103,7 +103,7 @@ def checked_wanted(wanted: Wanted) -> Wanted:
 def planned_or_cached(model: torch.nn.Module, step: Step, wanted: Wanted) -> Made:
     """The plan of a step: the one in the file if it matches, else a new one, which is written to the file.
 
-    Where the file cannot be written any more, by now, the plan is used, and its line says so.
+    Where the file cannot be written by then, the plan is used all the same, and its line says so.
 
     Raises:
         PlannerError: As :func:`planner.plan`.
@@ -115,8 +115,8 @@ def planned_or_cached(model: torch.nn.Module, step: Step, wanted: Wanted) -> Mad
         try:
             plan = PlanRecord.load(cache)
             why = mismatch(plan, model, step, wanted.budget, wanted.given)
-            there, now = plan.created_with.get("own_checkpoints", "off"), _on_or_off(wanted)
-            why = why or (f"the model's own checkpoints were {there}, now {now}" if there != now else "")
+            then, now = plan.created_with.get("own_checkpoints", "off"), _on_or_off(wanted)
+            why = why or (f"the model's own checkpoints were {then}, now {now}" if then != now else "")
         except PlanFileError as error:
             why = f"could not be read: {f'{error}'.removeprefix(f'{os.fspath(cache)}: ')}"
         else:
@@ -141,5 +141,5 @@ def planned_or_cached(model: torch.nn.Module, step: Step, wanted: Wanted) -> Mad
 
 
 def _on_or_off(wanted: Wanted) -> str:
-    """Whether the model has checkpoints of its own, in whose place the plan goes."""
+    """Whether the plan replaces checkpoints of the model's own."""
     return "off" if wanted.as_run is None else "on"

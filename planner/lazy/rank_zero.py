@@ -26,7 +26,7 @@ _PART_BYTES = 2**22  # the store takes 8 MiB a key
 
 
 class _Counter:
-    """Numbers first training calls. Their order is the same on all ranks, so equal numbers are one call."""
+    """Numbers first training calls. All ranks make them in the same order, so equal numbers are one call."""
 
     number = 0
 
@@ -37,19 +37,19 @@ def is_alone() -> bool:
 
 
 def first_rank() -> bool:
-    """Whether this process is the one that plans and reports it."""
+    """Whether this process plans, and reports it."""
     return is_alone() or dist.get_rank() == 0
 
 
 def planned_by_rank_zero(model: torch.nn.Module, make: Callable[[], Made], options: PlanOptions) -> Made:
-    """The plan that rank 0 makes; what goes wrong there is raised on every rank.
+    """The plan that rank 0 makes; an error there is raised on every rank.
 
-    A rank whose module is another one than rank 0's, as the stages of a pipeline are, plans by itself.
+    A rank whose module differs from rank 0's, such as a stage of a pipeline, plans by itself.
 
     Args:
         model: The module.
         make: Makes a plan of it.
-        options: What the plan is made with, for ranks that only read it.
+        options: The options of the plan, for ranks that only read it.
 
     Raises:
         PlannerError: Rank 0 could not plan, or did not answer within :data:`PATIENCE`.

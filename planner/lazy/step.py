@@ -1,4 +1,4 @@
-"""The public function ``step``: a plan for a function that trains, its models and what is outside of them."""
+"""The public function ``step``: a plan for a function that trains, its models and the code around them."""
 
 import functools
 import os
@@ -47,16 +47,16 @@ def step(
         loss = train_step(model, batch)   # the first call plans, see :func:`planner.auto_checkpoint`
         loss.backward()
 
-    Planned is all that the function does with the models among its arguments: several calls of one model,
-    several models, losses that need both, autocast regions. Models are arguments, or tuples, lists or
-    mappings of models that are; each set of models gets a plan. While no model trains, or without gradients,
-    the function runs as it is. Steps of optimizers are left to the loop, as ``backward()`` is. A model may be
-    wrapped in ``DistributedDataParallel``: the function then gets the module inside, and runs within the
-    wrapper's forward, which prepares the reduction.
+    The plan covers all that the function does with the models among its arguments: several calls of one
+    model, several models, losses that need both, autocast regions. An argument may be a model, or a tuple,
+    list or mapping of models; each set of models gets a plan. While no model trains, or without gradients,
+    the function runs as it is. The loop calls ``backward()`` and steps the optimizers. A model may be wrapped
+    in ``DistributedDataParallel``: the function then gets the module inside, and runs within the wrapper's
+    forward, which prepares the reduction.
 
     Args:
         train_step: The function, or a method of a module (``module.training_step``), which is a model then.
-            It returns a scalar loss, or what has one as ``.loss`` or ``["loss"]``.
+            It returns a scalar loss, or an object that has one as ``.loss`` or ``["loss"]``.
         budget, on_new_shape, cache, progress: See :func:`planner.auto_checkpoint`.
         **options: See :class:`planner.planning.options.PlanOptions`; ``keep=`` and the like name modules as
             ``models.0.layers.3``. ``loss=`` is not among them: the function returns it.
@@ -64,7 +64,7 @@ def step(
     Raises:
         StepError: It is no function; it calls ``backward()``; it takes a model, or a tensor that requires a
             gradient, from an enclosing scope instead of an argument; or, when it is called, no argument is a
-            model, a model is deeper inside an argument, or what it returns is no loss.
+            model, a model is deeper inside an argument, or its result is no loss.
 
     All other errors are those of :func:`planner.auto_checkpoint`.
 

@@ -1,7 +1,7 @@
-"""A training step whose models ``DistributedDataParallel`` wraps: it runs inside the wrappers' forwards.
+"""A training step whose models are wrapped in ``DistributedDataParallel`` runs inside the wrappers' forwards.
 
-A wrapper prepares its reduction in its own forward. A step that called the module inside would get gradients
-that no rank shares with the others, and nothing would say so.
+A wrapper prepares its reduction in its own forward. A step that called the wrapped module itself would get
+gradients that the ranks do not share, and nothing would say so.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,11 +31,11 @@ def call_inside(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """What ``call(*args, **kwargs)`` returns, called inside the forwards of those models that are wrapped.
+    """The result of ``call(*args, **kwargs)``, made inside the forwards of those models that are wrapped.
 
     Args:
         models: Models of which some may be a ``DistributedDataParallel``.
-        call: What runs there.
+        call: The function that runs there.
         args, kwargs: Its arguments; the wrappers move them to their device.
     """
     wrapper = next((model for model in models if isinstance(model, DistributedDataParallel)), None)
@@ -56,7 +56,7 @@ def call_inside(
 
 
 class _InPlace(torch.nn.Module):
-    """What a wrapper calls in place of its module, whose parts and buffers it has."""
+    """The module that a wrapper calls in place of its own, with the same parameters, buffers and parts."""
 
     def __init__(self, module: torch.nn.Module, then: Callable[..., Any]) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
 """Generated code: a torch.fx graph as one Python function that holds nothing longer than it must.
 
-The function takes its arguments *boxed*, in a list that it empties, so that the caller keeps none
-of them alive; every intermediate is deleted right after its last use. That is what makes the
-executed step free memory exactly when the simulated one does. What runs again together, as one step of the
-schedule, frees at its end.
+The function takes its arguments *boxed*, in a list that it empties, so that the caller keeps none of them
+alive. It deletes every intermediate right after its last use. So the executed step frees memory exactly when
+the simulated one does. Operations that run again together are one step of the schedule, and free at its end.
 """
 
 import linecache
@@ -55,7 +54,7 @@ def compile_graph(
 
     Args:
         module: The graph and its constants. Superfluous views are taken out of it.
-        name: What tracebacks and profiles call the function.
+        name: The name of the function in tracebacks and profiles.
         fixed_outputs: How many outputs, from the first, go to the user, see :func:`simplify`.
         gradients: Whether outputs are gradients that the autograd engine may add others to.
 
@@ -142,7 +141,7 @@ class _Writer:
         if in_place is not None:
             return self._written(OnCopy(op_bindings.raw_callable(in_place)), str(in_place), node)
         if target is aten.view.default or (target is aten._unsafe_view.default and node not in self._results):
-            # Fake and real strides of some kernels disagree, and then a view cannot be taken.
+            # A view fails where the real strides of a kernel's result are not those without data.
             return self._written(op_bindings.RESHAPE, "reshape", node, sizes_in_tuples=True)
         into = writing(node)
         if into is not None:
@@ -214,10 +213,11 @@ class _Writer:
 
 
 class _Unpacked:
-    """Results that are tuples of tensors and are taken apart at once.
+    """Calls that return tuples of tensors, which the generated code takes apart at once.
 
-    ``tuples`` maps the node of such a call to its members by position (None: never used);
-    ``members`` are the ``getitem`` nodes that this makes superfluous.
+    Attributes:
+        tuples: The node of such a call -> the nodes of its members, by position (None: never used).
+        members: The ``getitem`` nodes of these members, which need no code.
     """
 
     def __init__(self) -> None:
@@ -260,7 +260,7 @@ def _last_uses(nodes: list[Node]) -> dict[Node, list[Node]]:
 
 
 def _ends(nodes: list[Node]) -> dict[Node, Node]:
-    """Of all that runs together the last of it, after which what it has read is freed."""
+    """Each node that runs together with others -> the last of them; values that they read are freed there."""
     last = {node.meta[RUN_TOGETHER]: node for node in nodes if RUN_TOGETHER in node.meta}
     return {node: last[node.meta[RUN_TOGETHER]] for node in nodes if RUN_TOGETHER in node.meta}
 
@@ -279,7 +279,7 @@ def _value(node: Node) -> Any:
 
 
 def _kind(value: Any) -> Any:
-    """All of an argument that PyTorch's argument parsers may look at."""
+    """The properties of an argument that PyTorch's argument parsers may look at."""
     if isinstance(value, torch.Tensor):
         return "tensor", value.dtype, value.dim() == 0, value.layout
     return type(value).__name__, repr(value)

@@ -1,9 +1,8 @@
-"""Gradients that a backward returns, so that the autograd engine adds to them as eager's does.
+"""A backward returns its gradients as tensors that are no views, so that the engine adds to them in place.
 
-The engine adds a gradient that arrives later to the earlier one in place, if nobody else holds the earlier
-one's memory. A view is held together with what it looks at: to it nothing is added in place, which takes a
-tensor more. What a graph makes may be a view where eager's gradient is none, as a sum that was written into a
-view whose use was the last.
+The engine adds a later gradient to the earlier one in place, if nobody else holds the earlier one's memory.
+To a view nothing is added in place, as its base is held too: that takes one tensor more. A graph may return a
+view where eager returns none, such as a sum that was written into a view at its last use.
 """
 
 import operator
@@ -22,7 +21,7 @@ aten = torch.ops.aten
 
 
 def hand_out_no_views(graph: FxGraph) -> None:
-    """Return the gradients that the graph makes as tensors that are no views, but those that leave as views.
+    """Detach the gradients that a graph makes and returns as views, unless they are views in eager too.
 
     Args:
         graph: A backward, of operator calls whose nodes carry their values as ``meta["val"]``.
@@ -42,9 +41,9 @@ def hand_out_no_views(graph: FxGraph) -> None:
 
 
 def _no_view(graph: FxGraph, node: Node) -> Node:
-    # Detaching makes no view for autograd, of a view neither.
+    # For autograd a detached tensor is no view, even if it is detached from one.
     detached = graph.call_function(aten.detach.default, (node,))
-    detached.meta = {"val": node.meta["val"]}  # and none of its marks
+    detached.meta = {"val": node.meta["val"]}  # without the node's marks, which are for passes
     return detached
 
 
@@ -63,6 +62,6 @@ def _may_be_view(node: Node, given: set[int]) -> bool:
 
 
 def _is_part(value: torch.Tensor) -> bool:
-    """Whether a view is of more memory than its own: eager's is one too, as the parts of what was stacked."""
+    """Whether a tensor views a part of a storage: then eager's is a view too, as parts of a stack are."""
     own = fake.concrete_size(value.numel()) * value.element_size()
     return own < fake.storage_bytes(value)

@@ -1,10 +1,10 @@
 """The lowering by Inductor: the graphs of a schedule, compiled as ``torch.compile`` compiles its own.
 
-A graph is traced once more with Inductor's decompositions, and what it does with the random generators is
-written so that Inductor cannot change it: draws keep their order, and those that run again start from the
-state that the first run saw. Numbers are drawn by eager's operators, so that masks, and the generators after
-the step, are eager's. All else is Inductor's to fuse and to order. What that frees, and when, is seen in the
-program that it emits: `planner/problem/emitted_step.py` runs it without data.
+A graph is traced once more with Inductor's decompositions. Draws of random numbers become operators that
+Inductor cannot reorder; a draw that runs again starts from the state that its first run saw. They call
+eager's operators, so masks, and the generators after the step, are eager's. Inductor may fuse and order all
+else. The program that it emits shows what is freed, and when: `planner/problem/emitted_step.py` runs it
+without data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,7 @@ from planner.errors import CaptureError, PlannerError
 from planner.graph.in_place import OnCopy, operator_in_place
 from planner.graph.overwritten import alias
 from planner.graph.replay import rng, rnn_reserve
-from planner.lowering.partition import user_outputs
-from planner.lowering.roles import Role
+from planner.lowering.partition import Role, user_outputs
 
 Strides = tuple[int, ...]
 
@@ -39,15 +38,15 @@ class InductorGraph:
 
     Attributes:
         module: The graph, with Inductor's decompositions.
-        inputs: What it takes, tensors without data: of what it was traced with, all that it reads.
+        inputs: The inputs that it reads, as tensors without data. A program that Inductor emits would hold
+            unread inputs until it returns.
         mode: Their fake mode.
-        aliases: Outputs that are aliases of inputs, which a wrapper makes: the input's position by the
-            output's.
+        aliases: Outputs that are aliases of inputs, which a wrapper makes: position of the output -> position
+            of the input.
         draws: Whether it draws random numbers: its last output is then a token.
-        read: Positions of ``inputs`` among those of the graph that was traced. A program that Inductor emits
-            holds what it does not read until it returns.
+        read: Positions of ``inputs`` among the inputs of the graph that was traced.
         given: How many inputs that graph has.
-        strides: Of each output of that graph; None where it is no tensor.
+        strides: The strides of each output of that graph; None where it is no tensor.
     """
 
     module: GraphModule
@@ -67,11 +66,12 @@ def for_inductor(
 
     Args:
         module: A half of a :class:`planner.lowering.partition.Partition`, or another graph of operator calls.
-        strides: Those that its first inputs have, where they are others than the graph was traced with.
-        in_order: Results are computed where the graph has them if that frees more; else where Inductor does.
+        strides: Strides of its first inputs, where they differ from those that the graph was traced with.
+        in_order: Whether results are computed where the graph has them, if that frees more. Else Inductor
+            chooses.
 
     Raises:
-        CaptureError: Its sizes are symbolic, or it runs what Inductor cannot.
+        CaptureError: Its sizes are symbolic, or it has an operator that Inductor cannot run.
     """
     _refuse(module)
     placeholders = module.graph.find_nodes(op="placeholder")
@@ -99,7 +99,8 @@ def for_inductor(
         return outputs if emitter.token is None else [*outputs, emitter.token]
 
     own = user_outputs(module)
-    # What is saved lies as Inductor lays it out, which knows what convolutions want: the backward is told.
+    # Inductor may choose the strides of saved tensors, as convolutions prefer some; the backward is told of
+    # them.
     as_traced = None if own is None else own - sum(i < own for i in aliases)
     traced = compiling.retrace(function, inputs, mode, as_traced)
     for node in traced.graph.nodes:
@@ -118,7 +119,7 @@ def for_inductor(
 
 
 def _without_data(values: Sequence[Any], mode: Any, strides: Sequence[Strides | None]) -> list[Any]:
-    """Tensors of a fake mode like others, the first with other strides perhaps; other values as they are."""
+    """The values with their tensors in a fake mode, the first ones with given strides; others as they are."""
     made = []
     for i, value in enumerate(values):
         other = strides[i] if i < len(strides) else None
@@ -138,10 +139,12 @@ def _strides(node: Any) -> Strides | None:
 
 
 def _is_sized_by_data(node: Node) -> bool:
-    """Whether the sizes of what an operator returns are found when it runs, if only of constants."""
-    if isinstance(node.kwargs.get("output_size"), int):  # the user says what it will be
+    """Whether an operator finds the sizes of its results in data, even of constants."""
+    if isinstance(node.kwargs.get("output_size"), int):  # the user tells the size
         return False
-    indexes = node.target is torch.ops.aten.index.Tensor  # as masks do, and numbers do not
+    indexes = (
+        node.target is torch.ops.aten.index.Tensor
+    )  # by masks sizes depend on data, by numbers they do not
     decided = operators.sized_by_data(node.target) and not indexes
     return decided or _is_sized_by_symbols(node.meta.get("val"))
 
@@ -155,7 +158,7 @@ def _line(error: Exception) -> str:
 
 
 def _names(placeholders: Sequence[Node]) -> list[str]:
-    """What inputs are called in the program: by that it is known which are freed in it."""
+    """Names of the inputs in the program: they tell which inputs the program frees."""
     storages: dict[Any, int] = {}
     names = []
     for i, node in enumerate(placeholders):
@@ -168,7 +171,7 @@ def _names(placeholders: Sequence[Node]) -> list[str]:
 
 
 def _without_unread(traced: GraphModule, names: Sequence[str]) -> list[int]:
-    """Remove the inputs that a graph does not read, and name the others; the positions of those."""
+    """Remove the inputs that a graph does not read, and name the others; returns the positions of these."""
     read = []
     for i, node in enumerate(traced.graph.find_nodes(op="placeholder")):
         if node.users:
@@ -184,12 +187,12 @@ def _refuse(module: GraphModule) -> None:
     """Refuse a graph with operators that Inductor would run differently from the plan.
 
     Raises:
-        CaptureError: It does.
+        CaptureError: It has one.
     """
     for node in (n for n in module.graph.nodes if n.op == "call_function"):
-        again = node.target is rng.run_from_state
+        runs_again = node.target is rng.run_from_state
         reserves = node.target is rnn_reserve.with_reserve
-        target: Any = node.args[3] if again else node.args[0] if reserves else node.target
+        target: Any = node.args[3] if runs_again else node.args[0] if reserves else node.target
         written = operators.writes(target) or operator_in_place(node) is not None
         writes = isinstance(target, OnCopy) or (operators.may_draw(target) and written)
         if reserves or writes:
@@ -209,10 +212,10 @@ def _without_outputs(module: GraphModule, gone: Any) -> GraphModule:
 
 
 class _ForInductor(Interpreter):
-    """Runs a graph with the operators that Inductor is to see.
+    """Interprets a graph with the operators that Inductor is to see.
 
     Attributes:
-        token: What the next draw takes; None before the first.
+        token: The token for the next draw; None before the first.
     """
 
     token: Any = None
@@ -228,12 +231,14 @@ class _ForInductor(Interpreter):
         if target is MASKED_PRODUCT:
             value, mask, keep = args
             return (mask.to(value.dtype) / keep) * value
-        if target in GIVEN_TENSORS:  # whose lowerings Inductor has, and of which they read no value
+        if (
+            target in GIVEN_TENSORS
+        ):  # Inductor has lowerings of PyTorch's operators, which read only the sizes
             gradient, sizes, *rest = args
             layout = memory_format(rest[-1])
             pooled = torch.empty(sizes, dtype=gradient.dtype, device=gradient.device, memory_format=layout)
             return GIVEN_TENSORS[target](gradient, pooled, *rest)
-        if target in operators.SHAPE_VIEWS:  # of what lies otherwise than it was traced, perhaps
+        if target in operators.SHAPE_VIEWS:  # the strides may be others than those that were traced
             return torch.ops.aten.reshape.default(*args, **kwargs)
         if operators.may_draw(target):
             *results, self.token = random_operators.in_order(target)(self._token(), *args, **kwargs)
@@ -245,7 +250,7 @@ class _ForInductor(Interpreter):
 
 
 def as_given(function: BoxedFunction, graph: InductorGraph) -> BoxedFunction:
-    """Wrap what Inductor compiled, so that it takes all inputs of the graph and returns all its outputs."""
+    """Wrap a function of Inductor's, so that it takes all inputs of the graph and returns all its outputs."""
     if not graph.aliases and not graph.draws and len(graph.read) == graph.given:
         return function
 
@@ -265,12 +270,12 @@ def as_given(function: BoxedFunction, graph: InductorGraph) -> BoxedFunction:
 def results_apart(function: BoxedFunction, results: Sequence[Any]) -> BoxedFunction:
     """Wrap a forward, so that it returns a tensor of its own for each result.
 
-    Inductor makes no views such as ``detach``, and returns one tensor in the place of several results.
-    AOTAutograd says of a tensor that it is not differentiable, and would say it of all of these.
+    Inductor makes no views such as ``detach``: it returns one tensor in place of several results. AOTAutograd
+    marks some results as not differentiable, and would mark all that are the same tensor.
 
     Args:
-        function: What Inductor compiled, with all outputs of the graph.
-        results: The outputs in the graph; those that are one there stay one.
+        function: A function of Inductor's, with all outputs of the graph.
+        results: The outputs in the graph. Outputs that are one node there stay one tensor.
     """
     first = {node: i for i, node in reversed(list(enumerate(results))) if isinstance(node, Node)}
     known: list[int] | None = None
@@ -278,7 +283,7 @@ def results_apart(function: BoxedFunction, results: Sequence[Any]) -> BoxedFunct
     def run(args: list[Any]) -> Sequence[Any]:
         nonlocal known
         outputs = list(function(args))
-        if known is None:  # a program returns the same at each call
+        if known is None:  # a program returns the same tensor in the same places at each call
             owners: dict[int, Any] = {}
             for i, node in enumerate(results):
                 if isinstance(outputs[i], torch.Tensor):
@@ -300,18 +305,18 @@ class InductorLowering:
 
     Args:
         options: Options of Inductor, as ``torch.compile(options=)`` takes them.
-        fusion: What it fuses, see :data:`planner._torch.inductor.fusion_names.Fusion`.
+        fusion: Which fusions it allows, see :data:`planner._torch.inductor.fusion_names.Fusion`.
 
     Attributes:
         fusion: As given.
-        digests: Of the first program that was compiled of each half.
+        digests: The digest of the first compiled program of each half.
     """
 
     def __init__(self, options: Mapping[str, Any], fusion: Fusion = "in-order") -> None:
         self._options = dict(options)
         self.fusion = fusion
         self.digests: dict[Role, str] = {}
-        self._results: Sequence[Strides | None] = ()  # of the forward that was lowered last
+        self._results: Sequence[Strides | None] = ()  # strides of the results of the last lowered forward
 
     def __call__(self, module: GraphModule, role: Role) -> BoxedFunction:
         results: Sequence[Any] = module.graph.output_node().args[0]  # type: ignore[assignment]
@@ -351,7 +356,7 @@ class InductorLowering:
         return for_inductor(module, self._saved(module, role), in_order=self.fusion != "anywhere")
 
     def _returns(self, graph: InductorGraph, role: Role, found: Sequence[Strides | None]) -> None:
-        """Note how what a forward returns lies: Inductor copies some views, in the order of their strides."""
+        """Note the strides of a forward's results: Inductor copies some views, in other strides."""
         if role == "forward":
             emitted = iter(found)
             self._results = [
@@ -360,10 +365,10 @@ class InductorLowering:
             ]
 
     def _saved(self, module: GraphModule, role: Role) -> Sequence[Strides | None]:
-        """How what the forward saves lies, where this is its backward.
+        """The strides of the tensors that the forward saves, for its backward; none for a forward.
 
-        Eager writes in place into parts of larger tensors, and what it saves of them has their strides.
-        Inductor computes these as tensors of their own.
+        Eager saves parts of larger tensors that it writes in place, with their strides. Inductor computes
+        such parts as tensors of their own.
         """
         if role == "forward":
             return ()

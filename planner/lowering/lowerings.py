@@ -8,8 +8,7 @@ from torch.fx import GraphModule
 from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.joint.aot import BoxedFunction
 from planner.lowering.codegen import compile_graph
-from planner.lowering.partition import user_outputs
-from planner.lowering.roles import Role
+from planner.lowering.partition import Role, user_outputs
 from planner.planfile.schema import BackendName
 
 
@@ -44,8 +43,8 @@ def chosen_lowering(
 
     Args:
         backend: "eager" for operators called one by one, "inductor" for Inductor's programs.
-        options: Inductor's.
-        fusion: What Inductor fuses.
+        options: Options of Inductor.
+        fusion: Which fusions Inductor may make.
     """
     if backend == "inductor":
         from planner.lowering.inductor import InductorLowering  # Inductor is not imported without need

@@ -1,17 +1,16 @@
-"""From a schedule to programs: the forward and the backward graph that a plan runs.
+"""From a schedule to the forward and the backward graph that a plan runs.
 
-Every operation of the backward sequence becomes a node of its own; an operation that is re-run
-becomes a fresh node each time. What the backward needs of the forward's own results is *saved*:
-an output of the forward graph and an input of the backward graph. Views are saved as they are
-where their base is, and taken again where it is computed again; those of inputs, and what re-runs
-read of inputs, are views of an alias or a copy that the forward takes. Symbolic sizes are saved as
-the numbers they are.
+Every operation of the backward sequence becomes a node; an operation that is re-run becomes a fresh node each
+time. A result of the forward that the backward needs is *saved*: it is an output of the forward graph and an
+input of the backward graph. A view is saved as it is where its base is saved, and taken again where its base
+is computed again. Views of inputs, and inputs that re-runs read, are taken from an alias or a copy that the
+forward makes. Symbolic sizes are saved as numbers.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx import Graph as FxGraph
@@ -29,11 +28,14 @@ from planner.graph.replay.packed import PACKED, read_sizes
 from planner.graph.replay_rule import ReplayRule
 from planner.graph.signs import emit_masked, gradient_of, relu_before, save_signs, signs_of
 
+Role = Literal["forward", "backward"]
+"""Which half of a step a graph is."""
+
 _USER_OUTPUTS = "user_outputs"
 _UNCHECKED = "saved_tensor_with_no_vc_check"
 RUN_TOGETHER = "planner_run_together"
-"""Key in a node's ``meta``, of an operation that runs again and of all that write over its result: a number
-that they share. They are one step of the schedule, at the end of which it frees what they have read."""
+"""Key in a node's ``meta``: a number that a re-run shares with the operations that write over its result.
+They are one step of the schedule, and values that they read are freed at its end."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,10 @@ class Partition:
     """The two graphs of one captured graph.
 
     Attributes:
-        saved: The forward's nodes that are saved in between.
+        forward: Takes the primals; returns the forward outputs, then saved tensors, then saved sizes.
+        backward: Takes saved sizes, saved tensors and the tangents; returns the gradients.
+        saved: The forward's nodes that are saved.
         read_again: The forward's inputs that only re-runs read in the backward.
-
-    ``forward`` takes the primals and returns the forward outputs followed by what is saved, tensors before
-    sizes; ``backward`` takes saved sizes, saved tensors and the tangents, and returns the gradients.
     """
 
     forward: GraphModule
@@ -64,8 +65,8 @@ def partition(
         backward: The operations that the backward runs, by index, in order; forward operations
             among them are re-runs.
         copying: Re-runs read copies of ``joint.to_copy``.
-        packed: The operations whose masks the forward leaves as bits, by index; that they run again means
-            that these are unpacked. Those of the backward are ReLU's, and read its signs.
+        packed: Operations, by index. A forward operation among them leaves its mask as bits, and its re-run
+            unpacks them. A backward operation among them is ReLU's, and reads its signs from bits.
 
     Raises:
         CaptureError: If the backward needs an input that the step overwrites.
@@ -78,12 +79,12 @@ def partition(
         body.run(joint.ops[index])
     body.finish()
     forward, saved = _forward(joint, body)
-    again = tuple(p for p in body.read_again if p not in body.read)
-    return Partition(forward, graph_module(joint.module, body.graph), saved, again)
+    read_again = tuple(p for p in body.read_again if p not in body.read)
+    return Partition(forward, graph_module(joint.module, body.graph), saved, read_again)
 
 
 def user_outputs(forward: GraphModule) -> int | None:
-    """How many of the outputs of an emitted forward graph are not saved only; None if it was not emitted."""
+    """How many outputs of an emitted forward, from the first, go to the user; None if it was not emitted."""
     count: int | None = forward.graph.output_node().meta.get(_USER_OUTPUTS)
     return count
 
@@ -96,8 +97,8 @@ def no_recomputation(joint: JointGraph) -> list[int]:
 class _Backward:
     """The backward graph while it grows.
 
-    A storage's *version* counts how often it has been computed again; a node of the joint graph
-    corresponds to a different node of this graph in each version of the storages that it views.
+    A storage's *version* counts its re-runs. A node of the joint graph corresponds to another node of this
+    graph in each version of the storages that it views.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class _Backward:
         self.saved: dict[Node, Node] = {}
         self.states: dict[JointOp, Node] = {}
         self.sizes: dict[Node, Node] = {}
-        self._steps = 0  # of what runs again
+        self._steps = 0  # number of re-runs so far
         self._version = [0] * len(joint.storage_bytes)
         self._current: dict[Node, tuple[tuple[int, ...], Node]] = {}
         self.backward_nodes = _backward_nodes(joint)
@@ -188,7 +189,7 @@ class _Backward:
         return node
 
     def _node_again(self, original: Node) -> Node:
-        """The same for a re-run: of inputs what they were in the forward, as far as that is kept."""
+        """The node that stands for a joint node that a re-run reads: inputs as they were in the forward."""
         inputs = self.reads.of(original)
         if not inputs or original in self.backward_nodes:
             return self.node(original)
@@ -196,9 +197,10 @@ class _Backward:
         return self._view(original, any(p in self._to_copy for p in inputs))
 
     def _view(self, original: Node, copy: bool) -> Node:
-        """An input under another name, or a view of it, as the forward saw it; of its copy if it has one.
+        """An input as the forward saw it, or a view of that: from an alias that the forward takes, or a copy.
 
-        What autograd saves is such a view as well: it stays with the memory that the input had.
+        Autograd saves such a view too. It keeps the memory that the input had, even if the input gets
+        another.
         """
         if self.joint.is_size(original):
             return self._size(original)
@@ -308,11 +310,10 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
 
 
 def _unchecked(joint: JointGraph, saved: Iterable[Node]) -> set[Node]:
-    """What is saved and may be changed in place until the backward, as autograd functions of the user's allow
-    it for what they keep as attributes of ``ctx``.
+    """Saved nodes that may be changed in place until the backward, as attributes of a user's ``ctx`` may.
 
-    PyTorch holds it beyond the backward. Nobody but the graph can change what neither goes in nor comes out:
-    it is saved as all else is, and freed at its last use.
+    PyTorch holds such tensors beyond the backward. Tensors inside the graph are left out: nobody else can
+    change them, so they are saved like all others, and freed at their last use.
     """
     around = (n for n in (*joint.primals, *joint.outputs[0]) if isinstance(n, Node))
     reached = {s for n in around for s in joint.storages_of(n)}

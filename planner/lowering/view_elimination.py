@@ -1,8 +1,8 @@
 """Fewer calls for the same tensors: views that change nothing, or that undo each other, are left out.
 
-Traced graphs are full of them: ``detach`` of what is saved, ``t`` of ``t`` in the backward of every
-linear layer, ``expand`` to the same size. Only views are removed, so storages live exactly as long as before.
-Strides stay as they are, also those of dimensions of one element, by which BLAS chooses what it runs.
+Traced graphs are full of them: ``detach`` of saved tensors, ``t`` of ``t`` in the backward of every linear
+layer, ``expand`` to the same size. Only views are removed, so storages live exactly as long as before.
+Strides stay the same, also those of dimensions of one element: BLAS chooses its kernels by them.
 """
 
 import operator
@@ -30,8 +30,9 @@ def simplify(graph: FxGraph, fixed_outputs: int | None = None) -> None:
 
     Args:
         graph: A graph of operator calls whose nodes carry their values as ``meta["val"]``.
-        fixed_outputs: How many outputs, from the first, must stay tensors of their own; the others
-            are only read. None: all of them.
+        fixed_outputs: How many outputs, from the first, must stay tensors of their own; the others are only
+            read.
+            None: all of them.
     """
     nodes: list[Node] = list(graph.nodes)
     output = nodes[-1]
@@ -49,7 +50,7 @@ def simplify(graph: FxGraph, fixed_outputs: int | None = None) -> None:
             continue
         if node in returned:
             if source.op != "call_function" or source in returned:
-                continue  # no tensor is returned twice: each may be taken over
+                continue  # no tensor may be returned twice: whoever gets one may write to it
             returned.add(source)
         node.replace_all_uses_with(source)
         graph.erase_node(node)
@@ -62,7 +63,7 @@ _VIEWS = {*_ALIASES, *_RESHAPES, *_SAME_IF_SHAPE_IS, *_PERMUTATIONS}
 
 
 def _simpler(graph: FxGraph, node: Node) -> Node | None:
-    """What can replace a view: its source, or a view that takes fewer calls; None if nothing can."""
+    """A node that can replace a view: its source, or a view that takes fewer calls; None if there is none."""
     rule: Callable[[FxGraph, Node, Node], Node | None] | None = None
     if node.target in _ALIASES:
         rule = _alias
@@ -86,7 +87,7 @@ def _reshape(graph: FxGraph, node: Node, source: Node) -> Node | None:
     if node.target in _RESHAPES and not _strides_follow(node, source):
         return None
     if node.target is aten.slice.Tensor and len(node.args) > 4:
-        return None  # every so many elements, of one perhaps
+        return None  # a slice with a step: its strides differ even if its sizes do not
     if op_bindings.same_sizes(source.meta["val"], node.meta["val"]):
         return source
     before = source.args[0] if source.args else None
@@ -102,9 +103,9 @@ def _reshape(graph: FxGraph, node: Node, source: Node) -> Node | None:
 
 
 def _strides_follow(node: Node, source: Node) -> bool:
-    """Whether a reshaped tensor has the same strides however it is reshaped.
+    """Whether a reshaped tensor has the same strides by whatever steps it is reshaped.
 
-    Those of dimensions of one element depend on how, and are not always those found without data.
+    The strides of dimensions of one element depend on the steps, and are not always those found without data.
     """
     if not any(isinstance(size, int) and size == 1 for size in node.meta["val"].shape):
         return True
@@ -144,7 +145,7 @@ def _permutation(graph: FxGraph, node: Node, source: Node) -> Node | None:
 
 
 def _order(node: Node) -> list[int]:
-    """Which dimension of its source each dimension of a permutation is."""
+    """For each dimension of a permutation, the dimension of its source."""
     rank = node.meta["val"].dim()
     order = list(range(rank))
     if node.target is aten.t.default:

@@ -1,8 +1,8 @@
-"""What ``DistributedDataParallel`` holds beside a step: buckets, which are there throughout.
+"""The buckets of ``DistributedDataParallel``, which are there throughout a step.
 
-All trainable parameters' gradients are copied into buckets when they are ready, and reduced there. They take
-the bytes of the gradients however many buckets there are. With ``gradient_as_bucket_view=True`` a gradient is
-let go when it has been copied: what the optimizer reads lies in the bucket.
+The wrapper copies each gradient into a bucket when it is ready, and reduces it there. All buckets together
+take the bytes of the gradients, however many there are. With ``gradient_as_bucket_view=True`` the gradient is
+freed once it is copied; the optimizer reads the bucket.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from planner.parallel.strategies import DDP
 
 
 def wrapped_here() -> DDP | None:
-    """How the ``DistributedDataParallel`` is used whose forward is running; None outside of one."""
-    found = active_wrapper()
-    if found is None:
+    """The options of the ``DistributedDataParallel`` whose forward is running; None outside of one."""
+    wrapper = active_wrapper()
+    if wrapper is None:
         return None
-    return DDP(found.ranks, found.bucket_cap_mb, found.gradient_as_bucket_view)
+    return DDP(wrapper.ranks, wrapper.bucket_cap_mb, wrapper.gradient_as_bucket_view)
 
 
 def let_go_of_gradients(model: torch.nn.Module, options: DDP, added_to: Sequence[bool]) -> None:
@@ -27,8 +27,8 @@ def let_go_of_gradients(model: torch.nn.Module, options: DDP, added_to: Sequence
 
     Args:
         model: The copy.
-        options: How it is wrapped.
-        added_to: For each parameter whether its gradient is there already, and added to.
+        options: The wrapper's options.
+        added_to: For each parameter, whether its gradient is there already, and added to.
     """
     if not options.gradient_as_bucket_view:
         return

@@ -1,22 +1,22 @@
-"""What ``fully_shard`` allocates and frees around a step, done by hooks on a copy of the module without data.
+"""``fully_shard`` without other ranks: its allocations and frees, by hooks on a module without data.
 
-The hooks are those of ``torch/distributed/fsdp/_fully_shard`` of PyTorch 2.13 to 2.15, in their order, with
-their buffers and the lifetimes of these; nothing is communicated, so that no other rank need be there. Names
-in the comments are of functions there. The recorder of a step sees the buffers as it sees everything else.
+The hooks are those of ``torch/distributed/fsdp/_fully_shard`` of PyTorch 2.13 to 2.15: the same order, the
+same buffers, the same lifetimes. They communicate nothing. Names in backquotes are those of functions there.
+The recorder of a step sees the buffers like any other tensor.
 
-Communication by gloo, on the CPU, copies: the gathered buffer once more, and the input of a reduction. NCCL
-does not; what it allocates for itself is outside of PyTorch's allocator and not counted. Streams order
-allocations as the CPU does: in the order of the calls. What a GPU adds is that memory freed on one stream
-serves another only later, so that its allocator may reserve more.
+On the CPU gloo copies the gathered buffer once more, and the input of a reduction. NCCL does not; its own
+memory is outside PyTorch's allocator and not counted. Streams order allocations as the CPU does, in the order
+of the calls. On a GPU memory freed on one stream serves another stream only later, so the allocator may
+reserve more.
 
-With ``no_sync`` whole gradients of micro-batches before are there throughout, and are added to. What the step
-allocates of its own is then the most of any micro-batch but the first, which takes no more than others: the
-last one reduces, and frees whole gradients unit by unit; one between keeps them all (:mod:`.unreduced`).
+With ``no_sync`` the whole gradients of earlier micro-batches are there throughout, and are added to
+(:mod:`.unreduced`). The step then counts the most that any micro-batch allocates.
 
-From PyTorch 2.15 on a parameter's ``grad_dtype`` is what its gradient is reduced in, so that autograd casts
-and adds up by itself: see :func:`planner._torch.distributed.autograd_adds_up`.
+From PyTorch 2.15 on a parameter's ``grad_dtype`` is the type that its gradient is reduced in, and autograd
+casts and adds up by itself: see :func:`planner._torch.distributed.autograd_adds_up`.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,8 +31,7 @@ from planner._torch.distributed import (
     local_tensor,
 )
 from planner.module_parts import parameters_of, parts_of
-from planner.parallel.shards import shard_elements
-from planner.parallel.strategies import FSDP2
+from planner.parallel.strategies import FSDP2, ParallelError
 from planner.parallel.unreduced import Excess, reduced_in
 from planner.training_step.step import map_tensors, tensors_in
 
@@ -42,9 +41,9 @@ class ShardedUnits:
 
     Args:
         model: The copy, with its parameters whole.
-        names: The regions.
-        options: How it is sharded.
-        added_to: For each parameter whether its sharded gradient is there already, and added to.
+        names: Names of the regions.
+        options: The options of ``fully_shard``.
+        added_to: For each parameter, whether its sharded gradient is there already, and added to.
         copies: Whether communication copies its buffers, as gloo does.
     """
 
@@ -65,7 +64,7 @@ class ShardedUnits:
             self._cast_parameters(model, original, added)
         self.reduced_in = {
             id(p): reduced_in(original[id(p)], options.param_dtype, options.reduce_dtype)
-            for p in parameters_of(model)  # others than before, where these were cast
+            for p in parameters_of(model)  # not ``parameters``: casts have replaced some of these
         }
         inside = {part for name in names for part in parts_of(model.get_submodule(name))}
         taken: set[int] = set()
@@ -83,12 +82,13 @@ class ShardedUnits:
         self.start()
 
     def adds_to(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether a step adds to a gradient of a parameter that is there, whole, as its own.
+        """Whether a step adds to a parameter's ``grad``, which is there and whole.
 
-        In another dtype than the parameter's it is not its own, unless autograd adds up.
+        Unless autograd adds up, ``fully_shard`` keeps gradients of other types than the parameter's
+        elsewhere.
         """
-        there = self.options.no_sync and parameter.requires_grad
-        return there and (autograd_adds_up() or self.reduced_in[id(parameter)] == parameter.dtype)
+        is_whole = self.options.no_sync and parameter.requires_grad
+        return is_whole and (autograd_adds_up() or self.reduced_in[id(parameter)] == parameter.dtype)
 
     def modules(self) -> Iterator[tuple[torch.nn.Module, int]]:
         """The modules of all units, each with the number of its unit; the root's is 0."""
@@ -97,8 +97,8 @@ class ShardedUnits:
                 yield module, number
 
     def start(self) -> None:
-        """Forget a step before."""
-        self.previous: Any = None  # the buffer of the all-gather before, in the forward
+        """Begin a step: forget the one before."""
+        self.previous: Any = None  # the buffer of the previous all-gather, in the forward
         self.order: list[_Unit] = []
         self.reduced: list[torch.Tensor] = []
         self.excess = Excess()
@@ -127,7 +127,7 @@ class ShardedUnits:
     def _cast_parameters(
         self, model: torch.nn.Module, dtypes: dict[int, torch.dtype], added: set[int]
     ) -> None:
-        """Parameters are computed with in another dtype; what they were is noted under their new identity."""
+        """Replace parameters by casts of them; their own types are noted under the casts' identities."""
         replaced: dict[int, torch.nn.Parameter] = {}
         for part in model.modules():
             for name, parameter in part.named_parameters(recurse=False):
@@ -144,7 +144,7 @@ class ShardedUnits:
 
 
 class _Unit:
-    """What is gathered and reduced together: ``FSDPParamGroup`` and its ``FSDPState``."""
+    """Parameters that are gathered and reduced together: ``FSDPParamGroup`` and its ``FSDPState``."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class _Unit:
 
     def post_forward(self, module: Any, args: Any, output: Any) -> Any:
         self._to_run.discard(module)
-        if self._to_run:  # others are gathered with it
+        if self._to_run:  # other modules of the unit have yet to run
             return output
         if self.parameters:
             if self._reshard:
@@ -262,8 +262,8 @@ class _Unit:
                 self._reduce()
 
     def _keep_as_computed(self, keep: bool) -> None:
-        """``_set_unsharded_grad_dtypes``: autograd adds smaller gradients to larger ones without a cast, and
-        leaves new ones as they are, while the backward of the unit runs."""
+        """``_set_unsharded_grad_dtypes``: while the backward of the unit runs, autograd adds gradients of
+        smaller types to larger ones without a cast, and leaves new ones in their type."""
         if not autograd_adds_up():
             return
         for p, dtype in zip(self.parameters, self._dtypes, strict=True):
@@ -290,7 +290,7 @@ class _Unit:
             return
         pairs = list(zip(self.parameters, self._elements, strict=True))
         cast = [e for (p, e), was in zip(pairs, self._original, strict=True) if p.dtype != was]
-        # Shards are cast into one buffer first; after the forward, those of a smaller group as they are.
+        # Shards are cast into one buffer first; after the forward, those of a smaller group without a cast.
         parts = self._world // self._group if self._resharded and self._group else 1
         flat = self._empty(sum(cast) * parts, self.parameters[0].dtype) if cast else None
         nbytes = sum(e * p.element_size() for p, e in pairs) * self._world
@@ -300,8 +300,8 @@ class _Unit:
         del flat
 
     def _wait(self) -> None:
-        """``wait_for_unshard``: parameters are copied out of the buffer, which in the forward stays until the
-        next one's are."""
+        """``wait_for_unshard``: parameters are copied out of the buffer. In the forward the buffer stays
+        until the parameters of the next unit are copied out."""
         if self.gathered is None:
             return
         forward = self.state == "forward"
@@ -356,7 +356,7 @@ class _Unit:
         del last
 
     def _accumulate(self) -> None:
-        """``accumulate_unsharded_grad_if_needed``, and what the last micro-batch's reduction takes more."""
+        """``accumulate_unsharded_grad_if_needed``, and the excess of the last micro-batch's reduction."""
         for parameter, unreduced in zip(self.parameters, self._unreduced, strict=True):
             if unreduced is not None and parameter.grad is not None:
                 unreduced.add_(local_tensor(parameter.grad))
@@ -382,7 +382,7 @@ class _Unit:
 
 
 class _PostBackward(torch.autograd.Function):
-    """``RegisterPostBackwardFunction``: calls something when the gradients of some inputs are there."""
+    """``RegisterPostBackwardFunction``: calls a function when the gradients of some inputs are there."""
 
     @staticmethod
     def forward(ctx: Any, then: Callable[[], None], *inputs: torch.Tensor) -> Any:
@@ -393,3 +393,23 @@ class _PostBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         ctx.then()
         return (None, *gradients)
+
+
+def shard_shape(tensor: torch.Tensor, world_size: int) -> tuple[int, ...]:
+    """The shape of the first rank's part of a parameter. It is the largest, and all are padded to it.
+
+    ``fully_shard`` splits along the first dimension, as ``torch.chunk`` does; of a DTensor it splits the
+    local part.
+
+    Raises:
+        ParallelError: The parameter has no dimensions.
+    """
+    if tensor.dim() == 0:
+        raise ParallelError("a parameter is a scalar, and fully_shard shards none: give it one dimension")
+    shape = local_tensor(tensor).shape
+    return (-(-shape[0] // world_size), *shape[1:])
+
+
+def shard_elements(tensor: torch.Tensor, world_size: int) -> int:
+    """Elements of any rank's part of a parameter, padding included."""
+    return math.prod(shard_shape(tensor, world_size))

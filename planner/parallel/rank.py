@@ -1,4 +1,4 @@
-"""What one rank holds throughout, and what happens around a step of it."""
+"""One rank: the bytes that it holds throughout, and the hooks that run around its step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,7 @@ import torch
 
 from planner.module_parts import parameters_of
 from planner.parallel.data_parallel import let_go_of_gradients
-from planner.parallel.fully_shard import ShardedUnits
-from planner.parallel.shards import shard_elements, shard_shape
+from planner.parallel.fully_shard import ShardedUnits, shard_elements, shard_shape
 from planner.parallel.strategies import DDP, FSDP2
 from planner.parallel.unreduced import unreduced_bytes
 from planner.training_step.copies import StepCopy
@@ -17,11 +16,11 @@ from planner.training_step.step import unique_storages
 
 @dataclass(frozen=True)
 class Rank:
-    """One of the ranks that train a model, the one with the largest shards.
+    """One of the ranks that train a model: the one with the largest shards.
 
     Attributes:
-        options: How it is trained.
-        units: The regions, which ``fully_shard`` shards by themselves.
+        options: The strategy of training.
+        units: Names of the regions, each of which ``fully_shard`` shards by itself.
     """
 
     options: FSDP2 | DDP
@@ -34,11 +33,11 @@ class Rank:
 
         Args:
             copied: The copy.
-            added_to: For each parameter whether it has a gradient already, which is added to.
-            elsewhere: Whether it will run on a GPU that is not here.
+            added_to: For each parameter, whether it has a gradient already, which is added to.
+            elsewhere: Whether the step will run on a GPU that is not here.
 
         Returns:
-            For each parameter whether the copy's own has a gradient already; and what is sharded, if it is.
+            For each parameter, whether the copy's own has a gradient already; and the sharded units, if any.
         """
         if isinstance(self.options, DDP):
             let_go_of_gradients(copied.module, self.options, added_to)
@@ -59,7 +58,7 @@ class Rank:
         return [self._bytes(p) for p, added in pairs if added]
 
     def bucket_bytes(self, model: torch.nn.Module, added_to: Sequence[bool]) -> list[int]:
-        """Bytes of what is there for communication, and is not among the gradients that are there."""
+        """Bytes of each part of the buckets that is no gradient at the same time."""
         options = self.options
         if not isinstance(options, DDP):
             return []
@@ -78,7 +77,7 @@ class Rank:
         return [unreduced_bytes(p, options) for p in parameters_of(model) if p.requires_grad]
 
     def reduced_bytes(self, model: torch.nn.Module, added_to: Sequence[bool]) -> int:
-        """Bytes of what is left of these when they have been reduced, and is not added to what was there."""
+        """Bytes of the shards that reduction leaves of whole gradients, and does not add to others."""
         if not self.unreduced_bytes(model):
             return 0
         pairs = zip(parameters_of(model), added_to, strict=True)
@@ -97,7 +96,7 @@ class Rank:
 
 
 def gradients_there(module: torch.nn.Module, accumulate: bool | None) -> list[bool]:
-    """For each parameter whether its gradient is there when a step begins, and is added to."""
+    """For each parameter, whether its gradient is there when a step begins, and is added to."""
     return [
         p.requires_grad and (p.grad is not None if accumulate is None else accumulate)
         for p in parameters_of(module)

@@ -10,7 +10,7 @@ def parallel_record(options: FSDP2 | DDP | None, tensor_ranks: int) -> ParallelR
     """How ranks train, as plain data; None of a single process.
 
     Args:
-        options: What `parallel=` says.
+        options: The value of `parallel=`.
         tensor_ranks: Among how many ranks `parallelize_module` distributed the model; 1: it is whole.
     """
     if options is None:
@@ -36,7 +36,7 @@ def parallel_record(options: FSDP2 | DDP | None, tensor_ranks: int) -> ParallelR
 
 
 def parallel_of(record: ParallelRecord | None) -> FSDP2 | DDP | None:
-    """The other way; None where the model says it itself."""
+    """The options that a record holds; None where there are none, as the model itself is distributed."""
     if record is None or record.kind == "tensor":
         return None
     if record.kind == "ddp":

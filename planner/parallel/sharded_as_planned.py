@@ -1,6 +1,6 @@
-"""Whether a module is sharded by ``fully_shard`` as its plan says.
+"""A warning where ``fully_shard`` shards a module otherwise than planned.
 
-Gradients are right in any case. What the step takes is not what was predicted, so it is said once.
+Gradients are right in any case; the step takes other memory than predicted.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ _SHOWN = 3
 
 
 def warn_of_other_sharding(plan: PlanRecord, planned: ParallelRecord, model: torch.nn.Module) -> bool:
-    """Say so where the units, or the options, of ``fully_shard`` are not those that were planned.
+    """Warn where the units or the options of ``fully_shard`` are not the planned ones.
 
     Args:
         plan: A plan for FSDP2.
@@ -63,11 +63,11 @@ def has_other_units(plan: PlanRecord, model: torch.nn.Module) -> bool:
 
 
 def _other_units(regions: list[str], model: torch.nn.Module) -> Iterator[str]:
-    there, planned = dict.fromkeys(names_of_units(model)), set(regions)
+    actual, planned = dict.fromkeys(names_of_units(model)), set(regions)
     for name in regions:
-        if name not in there and next(model.get_submodule(name).parameters(), None) is not None:
+        if name not in actual and next(model.get_submodule(name).parameters(), None) is not None:
             yield f"{name} was planned as a unit, and is none"
-    for name in there:
+    for name in actual:
         if name not in planned:
             yield f"{name} is a unit of its own, and was not planned as one"
 
@@ -80,10 +80,10 @@ def _whole(model: torch.nn.Module) -> Iterator[str]:
 
 def _other_groups(planned: ParallelRecord, units: list[ShardedUnit]) -> Iterator[str]:
     wanted = {frozenset(name.split("+")) for name in planned.kept_gathered if "+" in name}
-    there = {frozenset(unit.names) for unit in units if len(unit.names) > 1}
-    for names in sorted(map(sorted, wanted - there)):
+    actual = {frozenset(unit.names) for unit in units if len(unit.names) > 1}
+    for names in sorted(map(sorted, wanted - actual)):
         yield f"{' and '.join(names)} were planned as one unit, and are not"
-    for names in sorted(map(sorted, there - wanted)):
+    for names in sorted(map(sorted, actual - wanted)):
         yield f"{' and '.join(names)} are one unit, and were not planned as one"
 
 
@@ -127,7 +127,7 @@ def _other_options(planned: ParallelRecord, units: list[ShardedUnit]) -> Iterato
 def _dtypes(
     unit: ShardedUnit, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
 ) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """What is computed and reduced in, by a policy with these; None: in what the parameters are."""
+    """The types that a unit computes and reduces in by a policy; None: those of the parameters."""
     own = next(iter(unit.dtypes)) if len(unit.dtypes) == 1 else None
     computed = param_dtype or own
     reduced = reduce_dtype or computed if own is None else reduced_in(own, param_dtype, reduce_dtype)

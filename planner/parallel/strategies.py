@@ -1,4 +1,4 @@
-"""How a model is trained on many ranks, as ``parallel=`` says it."""
+"""The values of ``parallel=``: how a model is trained on many ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from planner.errors import PlannerError
 
 
 class ParallelError(PlannerError, ValueError):
-    """``parallel=`` says something that cannot be."""
+    """A value of ``parallel=`` cannot be read, or contradicts itself or the model."""
 
 
 @dataclass(frozen=True)
@@ -20,20 +20,20 @@ class FSDP2:
 
     Attributes:
         world_size: How many ranks there are; they need not be here.
-        reshard_after_forward: As ``fully_shard`` is given it, for the regions and for the root: whether
-            parameters are freed after the forward; None for its default, which keeps the root's; a number
-            for a smaller group that they are sharded among until the backward.
-        param_dtype: Of ``MixedPrecisionPolicy``: what parameters are gathered and computed in.
-        reduce_dtype: Of ``MixedPrecisionPolicy``: what gradients are reduced in. None is ``param_dtype`` up
-            to PyTorch 2.14, and what the parameters are from 2.15 on.
+        reshard_after_forward: The argument of ``fully_shard``, for the regions and for the root: whether
+            parameters are freed after the forward. None: its default, which keeps the root's. A number: they
+            are sharded among a smaller group of so many ranks until the backward.
+        param_dtype: That of ``MixedPrecisionPolicy``: the type that parameters are gathered and computed in.
+        reduce_dtype: That of ``MixedPrecisionPolicy``: the type that gradients are reduced in. None means
+            ``param_dtype`` up to PyTorch 2.14, and the type of the parameters from 2.15 on.
         no_sync: Whether the gradients of several micro-batches are added up before they are reduced, by
             ``set_requires_gradient_sync(False)`` for all but the last, as Accelerate's ``no_sync`` and
-            ``accumulate`` do it: whole gradients are there between micro-batches. The prediction is the
-            most that any of them takes.
-        replicas: Of HSDP: in how many groups of ``world_size`` ranks the model is sharded, all alike.
-        kept_gathered: Regions that ``fully_shard`` is given ``reshard_after_forward=False`` for whatever the
-            others are given, by name. Accelerate does so with the last norm and the head, which it gives to
-            ``fully_shard`` together: ``"model.norm+lm_head"`` is such a group, each of which is a region.
+            ``accumulate`` do it. Whole gradients are there between micro-batches. The prediction is the
+            most that any micro-batch takes.
+        replicas: For HSDP: the number of groups of ``world_size`` ranks. Each group shards the model alike.
+        kept_gathered: Names of regions whose ``fully_shard`` gets ``reshard_after_forward=False``, whatever
+            the others get. Accelerate does so with the last norm and the head, which it passes to
+            ``fully_shard`` together: ``"model.norm+lm_head"`` names such a group, whose members are regions.
 
     Raises:
         ParallelError: A value is of another kind, or out of its range.
@@ -95,7 +95,7 @@ class FSDP2:
         return [*((name,) for name in regions if name not in together), *groups]
 
     def reshards(self, unit: Sequence[str]) -> bool | int | None:
-        """What ``fully_shard`` is given as ``reshard_after_forward`` for a unit."""
+        """The ``reshard_after_forward`` of ``fully_shard`` for a unit."""
         return False if "+".join(unit) in self.kept_gathered else self.reshard_after_forward
 
 
@@ -106,8 +106,9 @@ class DDP:
 
     Attributes:
         world_size: How many ranks there are; they need not be here.
-        bucket_cap_mb: As ``DistributedDataParallel`` is given it; all buckets together are as large as ever.
-        gradient_as_bucket_view: As ``DistributedDataParallel`` is given it: gradients lie in the buckets.
+        bucket_cap_mb: The argument of ``DistributedDataParallel``. It does not change the size of all buckets
+            together.
+        gradient_as_bucket_view: The argument of ``DistributedDataParallel``: gradients lie in the buckets.
 
     Raises:
         ParallelError: A value is of another kind, or out of its range.
@@ -135,7 +136,7 @@ Parallel = FSDP2 | DDP | str | None
 
 
 def read_parallel(value: Parallel) -> FSDP2 | DDP | None:
-    """What ``parallel=`` says.
+    """Read the value of ``parallel=``.
 
     Args:
         value: An instance; or text: "fsdp2:8", "ddp:8", with further arguments by name behind commas, as in
@@ -163,10 +164,10 @@ def read_parallel(value: Parallel) -> FSDP2 | DDP | None:
 
 
 def refuse_for_tensor_parallel(parallel: FSDP2 | DDP | None, backend: str) -> None:
-    """See that a model that ``parallelize_module`` distributed is planned for what can be done with it.
+    """Refuse options that a model cannot have which ``parallelize_module`` distributed.
 
     Raises:
-        ParallelError: It is not.
+        ParallelError: There is one.
     """
     if isinstance(parallel, DDP):
         raise ParallelError(

@@ -1,9 +1,8 @@
-"""Whole gradients that ``fully_shard`` keeps between micro-batches, until the last one's backward.
+"""Whole gradients, which ``fully_shard`` keeps between micro-batches with ``no_sync``.
 
-They are there when a micro-batch begins, but for the first, and are added to. The last one reduces and
-frees them unit by unit; what that allocates is, after the first unit, mostly less than what it has freed.
-Of the others none is freed. A plan is for all of them: whole gradients count as there throughout, and what
-the last one holds beyond them, where it does, is one tensor of its own.
+Each micro-batch but the first finds them and adds to them. The last one reduces and frees them unit by unit;
+the others free none. One plan serves all micro-batches: whole gradients count as there throughout. The last
+one holds less than that after its first unit, mostly; where it holds more, the excess is a tensor of its own.
 """
 
 from collections.abc import Sequence
@@ -17,11 +16,11 @@ from planner.parallel.strategies import FSDP2
 def reduced_in(
     original: torch.dtype, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
 ) -> torch.dtype:
-    """What the gradient of a parameter is added up and reduced in.
+    """The type that the gradient of a parameter is added up and reduced in.
 
     Args:
-        original: What the parameter is, before it is cast to be computed with.
-        param_dtype, reduce_dtype: Of ``MixedPrecisionPolicy``.
+        original: The type of the parameter, before ``fully_shard`` casts it for computing.
+        param_dtype, reduce_dtype: Those of ``MixedPrecisionPolicy``.
     """
     if reduce_dtype is not None:
         return reduce_dtype
@@ -30,22 +29,23 @@ def reduced_in(
 
 
 def unreduced_bytes(parameter: torch.Tensor, options: FSDP2) -> int:
-    """Bytes of the whole gradient of a parameter, of what is here of one that is distributed."""
+    """Bytes of the whole gradient of a parameter; of a DTensor, that of its local part."""
     dtype = reduced_in(parameter.dtype, options.param_dtype, options.reduce_dtype)
     return local_tensor(parameter).numel() * dtype.itemsize
 
 
 class Excess:
-    """What the last micro-batch's backward holds beyond whole gradients, as one tensor that is made anew
-    where it is another size; none where it holds less."""
+    """The bytes that the last micro-batch's backward holds beyond whole gradients, as one tensor.
+
+    The tensor is made anew whenever the size changes; there is none while the backward holds less.
+    """
 
     def __init__(self) -> None:
         self._bytes = self._input = 0
         self._held: torch.Tensor | None = None
 
     def let_go(self) -> None:
-        """The backward has ended: the shards of gradients are what is left, and the optimizer's step counts
-        them."""
+        """End the backward: the shards of gradients are left, and the optimizer's step counts them."""
         self.__init__()  # type: ignore[misc]
 
     def of_reduction(
@@ -62,21 +62,21 @@ class Excess:
         all_reduced: bool,
         device: torch.device,
     ) -> None:
-        """``foreach_reduce`` of a unit.
+        """Count ``foreach_reduce`` of a unit.
 
         Args:
-            gradients: Bytes of its whole gradients.
-            held: Those that it holds until it has reduced.
+            gradients: Bytes of each of its whole gradients.
+            held: Bytes of those that it holds until it has reduced.
             shard: Elements of one rank's part of them, with padding.
-            dtype, original: What is reduced in, and what the parameters are.
-            ranks: How many reduce.
-            copies: Whether communication copies what it reads.
+            dtype, original: The type of the reduction, and that of the parameters.
+            ranks: How many ranks reduce.
+            copies: Whether communication copies its input.
             kept: Whether the result is kept, and not added to gradients that are there.
-            all_reduced: Whether what is reduced is kept until the end of the backward.
-            device: Where it is.
+            all_reduced: Whether the reduced gradients are kept until the end of the backward.
+            device: The device of the gradients.
         """
         output = shard * dtype.itemsize
-        self._change(-self._input, device)  # of the unit before
+        self._change(-self._input, device)  # the input of the previous unit's reduction
         self._input = output * ranks
         self._change(self._input, device)
         self._change(output + held - sum(gradients), device)

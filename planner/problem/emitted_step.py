@@ -22,8 +22,7 @@ from planner.costs.devices import Device, round_bytes
 from planner.costs.eager_timeline import allocated_bytes, real_sizes
 from planner.costs.workspace import NOT_RUN, OpMemory, WorkspaceMeter
 from planner.graph.replay.rng import generator_state_bytes
-from planner.lowering.partition import partition
-from planner.lowering.roles import Role
+from planner.lowering.partition import Role, partition
 from planner.training_step.call import Call
 from planner.training_step.recorder import Recording, StepRecorder
 from solvers.model.arrays import PerStep

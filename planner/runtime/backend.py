@@ -66,11 +66,11 @@ class PlanBackend:
     """A ``torch.compile`` backend that runs the graphs of a plan by their schedules.
 
     Args:
-        model: The module; not held, as what is compiled may outlive it.
+        model: The module; not held, as compiled code may outlive it.
         plan: The plan.
-        warned_of_shapes: Whether the inputs had other shapes than planned, about which the user was warned.
-        path: Learns which of the plan's graphs are there.
-        calls: Learns when their backwards run.
+        warned_of_shapes: Whether inputs had other shapes than planned; the user was warned of these.
+        path: Is told which of the plan's graphs were captured.
+        calls: The calls of the module.
         on_capture: Called with the module for every graph that is captured.
     """
 
@@ -85,8 +85,8 @@ class PlanBackend:
     ) -> None:
         self._model, self._plan, self._warned_of_shapes, self._path = model, plan, warned_of_shapes, path
         self._calls, self._on_capture = calls, on_capture
-        self._captured: Counter[str] = Counter()
-        self._kept: Counter[str] = Counter()
+        self._captured: Counter[str] = Counter()  # how many graphs of each structure
+        self._kept: Counter[str] = Counter()  # the same when Dynamo had finished the last function
         self._autocast: list[str] = []
         self._alike: dict[str, Alike] = {}
         self._warned_of_executions = False
@@ -103,13 +103,22 @@ class PlanBackend:
         return lambda *args: (written() if saved_tensors_are_changed() else call)(*args)
 
     def _with_numbers_apart(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """A graph's callable. Numbers that it returns are computed outside where the plan knows the rest."""
         apart = numbers_apart(graph) if any(map(fake.is_size, example_inputs)) else None
         if apart is None or self._knows(graph) or not self._knows(apart.rest):
             return self._callable(graph, example_inputs)
         return apart.together(self._callable(apart.rest, example_inputs))
 
     def looked_at(self, function: str, error: Exception | None) -> bool:
-        """Note what Dynamo looked at, see :data:`planner._torch.dynamo.Untraced`; its graphs may not run."""
+        """Note that Dynamo has looked at a function, see :data:`planner._torch.dynamo.Untraced`.
+
+        Args:
+            function: Its name.
+            error: Why Dynamo gave it up; its graphs do not run then, and do not count.
+
+        Returns:
+            Whether the plan expects this.
+        """
         if error is None:
             self._kept = self._captured.copy()
         else:
@@ -123,6 +132,7 @@ class PlanBackend:
         )
 
     def _callable(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """A graph compiled by the plan, at its sizes or at symbolic ones; as written where that fails."""
         structure = structure_of(graph)
         record = self._record_of(structure)
         number = self._captured[structure] - 1
@@ -159,7 +169,7 @@ class PlanBackend:
                 unplanned("a part of the forward", error, AROUND)
             return as_written(graph).forward
         try:
-            symbolic = replace(spec, tangent_layouts={})  # gradients are copied to lie as the outputs do
+            symbolic = replace(spec, tangent_layouts={})  # gradients are copied to the strides of the outputs
             otherwise = self._compile(graph, example_inputs, record, symbolic, exactly=record is not None)
             if not any(g.gradient_layouts for g in self._plan.graphs if g.structure == structure):
                 return otherwise
@@ -195,7 +205,7 @@ class PlanBackend:
         *,
         exactly: bool = False,
     ) -> Callable[..., Any]:
-        """The callable of a graph. If ``exactly``, an error where it is not made of the plan's operations."""
+        """The callable of a graph. If ``exactly``, a graph of other operations than planned is an error."""
         with older_objects_set_aside():
             return self._programs(graph, example_inputs, record, spec, exactly)
 
@@ -229,7 +239,8 @@ class PlanBackend:
                 return as_written(graph).forward
 
         programs: dict[int, Callable[..., Any]] = {plan.number(record.programs[0]): first}
-        # Those of others are compiled when they are needed, but for symbolic sizes, known only here.
+        # Programs of other graphs are compiled when they are needed. With symbolic sizes all are compiled
+        # now: Dynamo knows these sizes only here.
         symbolic = any(map(fake.is_size, example_inputs))
         own = {plan.order[i] for i in plan.of_graph[record.occurrence]}
         for number in range(len(plan.programs)) if symbolic else own:
@@ -239,7 +250,7 @@ class PlanBackend:
             plan,
             record.occurrence,
             programs,
-            compile_later if len(programs) < len(plan.programs) else None,  # which holds the graph
+            compile_later if len(programs) < len(plan.programs) else None,  # it would hold the graph
             self._calls,
             partial(self._shared, plan),
             self._beyond_executions,
@@ -250,8 +261,9 @@ class PlanBackend:
             self._path.follow(record)
         if strayed:
             warn(
-                "what was captured for one layer runs for others of the same code too, and in this step some "
-                "followed each other's part of the plan: it may exceed the budget. Later steps follow theirs"
+                "a graph that was captured for one layer runs for others of the same code too, and in this "
+                "step some layers followed each other's part of the plan: it may exceed the budget. Later "
+                "steps follow their own"
             )
 
     def _beyond_executions(self, planned: int) -> None:
@@ -273,7 +285,7 @@ class PlanBackend:
         *,
         warn_of_it: bool = True,
     ) -> tuple[CompiledGraph, GraphRecord | None]:
-        """A graph that runs one program, and the plan's graph that it turned out to be."""
+        """A graph compiled to run one program, and the plan's graph that it turned out to be."""
         warn_once = warn if warn_of_it else (lambda _text: None)
         followed, exact = record, False
         target = self._plan.target
@@ -281,14 +293,14 @@ class PlanBackend:
 
         def partition(traced: TracedGraph) -> tuple[GraphModule, GraphModule]:
             nonlocal followed, exact
-            if record is None:  # a structure that is not the plan's, as symbolic sizes may give it
+            if record is None:  # symbolic sizes may give the plan's graph another structure
                 followed = next((g for g in self._plan.graphs if matches(g, traced.reading)), None)
             exact = followed is not None and matches(followed, traced.reading)
             if exactly and not exact:
                 raise _NotOfThePlan("traced into other operations than planned")
             for hook in hooks:
                 hook.on_traced(traced)
-            halves = again.emitted(
+            halves = read_again.emitted(
                 traced.reading, *self._sequence(graph, followed, traced.reading, warn_once)
             )
             return halves.forward, halves.backward
@@ -300,11 +312,11 @@ class PlanBackend:
             return function
 
         backward = UndefinedGradients(lambda module: lower(module, "backward"))
-        again = ReadAgain(self._plan, graph, example_inputs)
+        read_again = ReadAgain(self._plan, graph, example_inputs)
         unused = spec.unused_outputs
         context = HookContext(graph, self._plan, unused, self._autocast, self._calls, warn)
         # Outputs are replaced before other hooks look at them.
-        hooks: list[GraphHook] = [backward, UnusedOutputs(unused), *hooks_for(context), again]
+        hooks: list[GraphHook] = [backward, UnusedOutputs(unused), *hooks_for(context), read_again]
         compiled = trace_joint(
             graph,
             example_inputs,
@@ -315,9 +327,9 @@ class PlanBackend:
             compile_backward=compile_backward,
             autocast=AutocastContext.here(),
         )
-        if exact:  # of other operations the programs are others, and the operations were warned of
+        if exact:  # other operations make other programs, and were warned of
             self._look_at_programs(followed, lower, warn_once)
-        if record is not None and compiled.followed != spec:  # of others it was a guess
+        if record is not None and compiled.followed != spec:  # without a record the spec was a guess
             summed = spec.per_use_inputs - compiled.followed.per_use_inputs
             relaid = spec.tangent_layouts.keys() - compiled.followed.tangent_layouts.keys()
             where = f"input {min(summed)}" if summed else f"output {min(relaid)}"
@@ -342,8 +354,8 @@ class PlanBackend:
             )
 
     def _record_of(self, structure: str) -> GraphRecord | None:
-        """The plan's graph of a structure; of several the next, as layers of the same code come in order,
-        once for the shapes that were planned and again for others."""
+        """The plan's next graph of a structure: layers of the same code are captured in their order, once for
+        the planned shapes and again for others."""
         matching = [g for g in self._plan.graphs if g.structure == structure and not g.places]
         count = self._captured[structure]
         self._captured[structure] += 1
@@ -357,13 +369,13 @@ class PlanBackend:
     def _sequence(
         self, graph: GraphModule, record: GraphRecord | None, joint: JointGraph, warn: Callable[[str], None]
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """What a graph's backward runs, in order, and what of it is kept as bits.
+        """The operations that a graph's backward runs, in order, and those of them that read bits.
 
         Warns where the plan is not followed exactly.
         """
         if record is None:
             remapped = max((remap_schedule(g, joint) for g in self._plan.graphs), key=lambda a: a.followed)
-            if message := self._path.left(remapped.followed, structure_of(graph)):
+            if message := self._path.note_other(remapped.followed, structure_of(graph)):
                 warn(message)
             return remapped.backward, remapped.packed
         self._path.follow(record)
@@ -371,15 +383,18 @@ class PlanBackend:
             if same_operations(record, joint) and not all(
                 joint.ops[i].recomputable for i in record.recomputed
             ):
-                warn("the plan re-runs what may not be re-run; it runs without recomputation. Plan it again")
+                warn(
+                    "the plan re-runs operations that must not run again; it runs without recomputation. "
+                    "Plan it again"
+                )
                 return no_recomputation(joint), ()
             remapped = remap_schedule(record, joint)
             fits = fits_whole(self._plan, record, joint, other_shapes=self._warned_of_shapes())
             if not fits and (not remapped.only_less or grown(record, joint)):
                 warn(
                     f"PyTorch traces this model into other operations than when the plan was made "
-                    f"({self._what_differs()}); of the {remapped.planned} operations that the plan re-runs "
-                    f"it re-runs the {remapped.followed} that are there, and may exceed the budget. "
+                    f"({self._why_other_operations()}); of the {remapped.planned} operations that the plan "
+                    f"re-runs it re-runs the {remapped.followed} that are there, and may exceed the budget. "
                     "Plan it again"
                 )
             return remapped.backward, remapped.packed
@@ -392,7 +407,7 @@ class PlanBackend:
             )
         return record.backward, record.packed
 
-    def _what_differs(self) -> str:
+    def _why_other_operations(self) -> str:
         then, now = self._plan.model.autocast, self._autocast
         if then != now:
             return f"under autocast {', '.join(then) or 'off'} then, {', '.join(now) or 'off'} now"

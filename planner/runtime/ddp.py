@@ -1,8 +1,8 @@
-"""Data-parallel training: every rank is to train by the same plan.
+"""Training on several ranks: all ranks train by the same plan, and as the plan expects.
 
-Ranks with different plans would still compute the same gradients, but the slowest sets the pace of all, and
-the one that fits its memory least ends all. So it is an error, raised on every rank at the first forward
-inside ``DistributedDataParallel``, or of a module that ``fully_shard`` shards.
+Ranks with different plans would compute the same gradients, but the slowest rank sets the pace of all, and
+the first to run out of memory ends all. So different plans are an error, raised on every rank at the first
+forward inside ``DistributedDataParallel``, or of a module that ``fully_shard`` shards.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PATIENCE = timedelta(seconds=30)
-"""How long a rank waits for what the others train by; after that it goes on without having compared."""
+"""How long a rank waits for the digests of the others; after that it trains on without having compared."""
 
 
 _NOT_RUN: Any = {
@@ -42,22 +42,22 @@ _NOT_RUN: Any = {
     "other_programs": {"__all__": {"kept"}},
     "ops": {"__all__": {"bytes", "seconds"}},
 }
-"""Of a graph's record what nothing that runs depends on: sizes, costs, and what is there for readers."""
+"""Fields of a graph's record that decide nothing that runs: sizes, costs, and fields for readers."""
 _IN_SPEC: Any = dict.fromkeys(("unused_outputs", "per_use_inputs", "gradient_layouts"), True)
-"""What of it :class:`GraphSpec` holds."""
+"""Fields of it that :class:`GraphSpec` holds, whose own digest counts."""
 
 
 def decisions_digest(plan: PlanRecord, on_new_shape: "OnNewShape" = "reapply") -> str:
-    """Digest of what a plan does: equal for plans that run the same, whenever and however they were found.
+    """Digest of a plan's decisions: equal for plans that run the same, whenever and however they were found.
 
     Args:
         plan: The plan.
-        on_new_shape: As the plan is applied; what it looks at counts too.
+        on_new_shape: As the plan is applied; the fields that it depends on count too.
     """
     decisions: dict[str, Any] = {
         "coverage": plan.coverage,
         "training": plan.model.training,
-        # All but what is named: a field that is new counts until somebody says that it need not.
+        # All fields but the named ones: a new field counts until somebody excludes it.
         "graphs": [graph.model_dump(mode="json", exclude=_NOT_RUN | _IN_SPEC) for graph in plan.graphs],
         "forward_only": plan.forward_only,
         "views": [views.model_dump(mode="json") for views in plan.views],
@@ -74,22 +74,22 @@ def decisions_digest(plan: PlanRecord, on_new_shape: "OnNewShape" = "reapply") -
 
 
 def warn_of_other_ranks(plan: PlanRecord, model: torch.nn.Module) -> distributed.UnreducedGradients | None:
-    """Say so where a module is about to train on other ranks than its plan is for.
+    """Warn where a module is about to train on other ranks than its plan is for.
 
     Returns:
-        What tells whether gradients of a step before were not reduced, where the plan counts none; None where
-        there is nothing to ask.
+        A watch for gradients that an earlier step did not reduce, where the plan counts none of these; else
+        None.
 
     Raises:
         PlanMismatch: The module is not distributed as the plan's is.
     """
     planned = plan.target.parallel
     sharded, among = is_fully_sharded(model), distributed.tensor_parallel_ranks(model)
-    ranks = 1 if planned is None else planned.distributed_among
-    if among != ranks:
+    planned_among = 1 if planned is None else planned.distributed_among
+    if among != planned_among:
         raise PlanMismatch(
-            f"the plan is of the model distributed among {ranks} ranks by parallelize_module, and this "
-            f"one is among {among} (1: whole): distribute it in the same way, then apply the plan, or "
+            f"the plan is of the model distributed among {planned_among} ranks by parallelize_module, and "
+            f"this one is among {among} (1: whole): distribute it in the same way, then apply the plan, or "
             "plan it as it is"
         )
     group = distributed.active_data_parallel_group()
@@ -100,18 +100,22 @@ def warn_of_other_ranks(plan: PlanRecord, model: torch.nn.Module) -> distributed
             _warn_of_buckets(plan, model, wrapped_here())
         return None
     if planned.kind == "fsdp2":
-        there, how = distributed.number_of_shards(model), "FSDP2"
-        found = f"its parameters are sharded among {there}" if sharded else "its parameters are whole"
+        world_size, kind = distributed.number_of_shards(model), "FSDP2"
+        situation = (
+            f"its parameters are sharded among {world_size}" if sharded else "its parameters are whole"
+        )
     else:
-        there, how = 0 if group is None else len(dist.get_process_group_ranks(group)), "DDP"
-        found = f"there are {there}" if group is not None else "it runs outside of DistributedDataParallel"
+        world_size, kind = 0 if group is None else len(dist.get_process_group_ranks(group)), "DDP"
+        situation = (
+            f"there are {world_size}" if group is not None else "it runs outside of DistributedDataParallel"
+        )
         if sharded:
-            found = "its parameters are sharded by fully_shard"
-    if there != planned.world_size or (sharded and planned.kind == "ddp"):
+            situation = "its parameters are sharded by fully_shard"
+    if world_size != planned.world_size or (sharded and planned.kind == "ddp"):
         warn(
-            f"the plan is for {planned.world_size} ranks, parallel=planner.{how}(world_size="
-            f"{planned.world_size}), and {found}: the step takes other memory than predicted. Plan for the "
-            "ranks that train"
+            f"the plan is for {planned.world_size} ranks, parallel=planner.{kind}(world_size="
+            f"{planned.world_size}), and {situation}: the step takes other memory than predicted. Plan for "
+            "the ranks that train"
         )
     elif planned.kind == "fsdp2":
         reduces = warn_of_other_sharding(plan, planned, model)
@@ -120,8 +124,8 @@ def warn_of_other_ranks(plan: PlanRecord, model: torch.nn.Module) -> distributed
 
 
 def _warn_of_buckets(plan: PlanRecord, model: torch.nn.Module, wrapped: DDP | None) -> None:
-    there = sum(distributed.local_tensor(p).nbytes for p in model.parameters() if p.requires_grad)
-    if wrapped is None or not there:
+    bucket_bytes = sum(distributed.local_tensor(p).nbytes for p in model.parameters() if p.requires_grad)
+    if wrapped is None or not bucket_bytes:
         return
     target, options = plan.target, f"world_size={wrapped.world_size}"
     if wrapped.gradient_as_bucket_view:
@@ -130,8 +134,8 @@ def _warn_of_buckets(plan: PlanRecord, model: torch.nn.Module, wrapped: DDP | No
     if target.backend == "inductor" or target.in_flight is not None or target.parallel is not None:
         remedy = "leave as much room in the budget"  # none of these plans counts them
     warn(
-        f"DistributedDataParallel has buckets of {format_bytes(there)}, as large as the gradients, which the "
-        f"plan does not count: the whole step takes as much more than predicted; {remedy}"
+        f"DistributedDataParallel has buckets of {format_bytes(bucket_bytes)}, as large as the gradients, "
+        f"which the plan does not count: the whole step takes as much more than predicted; {remedy}"
     )
 
 
@@ -143,16 +147,16 @@ UNREDUCED = (
 
 
 class Ranks:
-    """What is looked at before steps of a planned module, for training on several ranks."""
+    """The checks before each step of a planned module that trains on several ranks."""
 
     def __init__(self, plan: PlanRecord, on_new_shape: "OnNewShape" = "reapply") -> None:
         self._plan, self._on_new_shape = plan, on_new_shape
         self._compare: RankCheck | None = RankCheck(plan, on_new_shape)
         self._first = True
-        self._unreduced: distributed.UnreducedGradients | None = None  # where it may tell
+        self._unreduced: distributed.UnreducedGradients | None = None  # None where it is not watched for
 
     def look(self, model: torch.nn.Module) -> None:
-        """Compare with other ranks and with what was planned, and warn of what takes more; once each.
+        """Compare the plan with other ranks' and with how the module is distributed; warn once of each.
 
         Raises:
             PlanMismatch: Another rank trains by another plan, or the module is distributed otherwise.
@@ -163,7 +167,7 @@ class Ranks:
             self._unreduced = warn_of_other_ranks(self._plan, model)
             if distributed.holds_dtensors(model):
                 RankCheck(self._plan, self._on_new_shape).among_shards(model)
-            self._first = False  # only now: what these refuse they refuse at every call
+            self._first = False  # only now: a refusal is raised again at every call
         if self._unreduced is not None and self._unreduced.are_there():
             self._unreduced = None
             warn(UNREDUCED)
@@ -172,8 +176,8 @@ class Ranks:
 class RankCheck:
     """Compares the plan of one module with those of the other ranks, once.
 
-    No collective is used: each rank leaves its digest in the job's key-value store and reads those of the
-    others, so that a rank that is alone in its forward is delayed once, and never hangs.
+    It uses no collective: each rank leaves its digest in the job's key-value store and reads those of the
+    others. So a rank that is alone in its forward is delayed once, and never hangs.
     """
 
     _number = 0  # first forwards happen in the same order on all ranks, which pairs them
@@ -217,7 +221,7 @@ class RankCheck:
             store.set(f"{name}/{mine}", digest)
             store.wait([f"{name}/{rank}" for rank in others], PATIENCE)
             digests = {rank: store.get(f"{name}/{rank}").decode() for rank in others}
-        except RuntimeError:  # a DistError of some stores, of others not
+        except RuntimeError:  # only some stores raise the more precise DistError
             logger.warning("another rank does not say which plan it trains by; plans are not compared")
             return
         for rank in others:

@@ -1,4 +1,4 @@
-"""Gradients that are there already when a step begins, which no plan counts that was made for none."""
+"""A warning of gradients that are there when a step begins, where the plan counts none."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -15,13 +15,13 @@ from planner.training_step.step import differentiable_outputs
 class EarlierGradients:
     """Whether parameters have gradients, asked at each step.
 
-    Parameters are exchanged for others between steps, and some never get a gradient. So all of them are
-    looked at, in the modules that had some the last time; these are found anew where one is gone or has a
-    gradient, or where the first is another. Parameters themselves have no weak references to them: with
-    some they could not be exchanged in place (``torch.utils.swap_tensors``).
+    Parameters may be exchanged between steps, and some never get a gradient. So it looks at all parameters of
+    the modules that had some the last time. It finds these modules anew where one is gone or has a gradient,
+    or where the first one is another. It has no weak references to parameters: ``torch.utils.swap_tensors``
+    refuses tensors that have some.
 
     Args:
-        modules: Finds the modules.
+        modules: Returns the modules.
     """
 
     def __init__(self, modules: Callable[[], Iterable[torch.nn.Module]]) -> None:
@@ -29,7 +29,7 @@ class EarlierGradients:
         self._found: list[weakref.ref[torch.nn.Module]] = []
 
     def are_there(self) -> bool:
-        """Whether a parameter that trains has one."""
+        """Whether a parameter that trains has a gradient."""
         first = next(filter(_has_parameters, self._find()), None)
         known = bool(self._found) and self._found[0]() is first
         if known and not any(map(_has_gradient_or_is_gone, self._found)):
@@ -56,15 +56,15 @@ def _has_gradient_or_is_gone(reference: "weakref.ref[torch.nn.Module]") -> bool:
 
 
 class EarlierBytes:
-    """Gradients that were there when a forward began, until its backward tells what became of them.
+    """Gradients that were there when a forward began; its backward warns of them.
 
-    Some trainers let go of them in between, as Lightning does: then they were there together with what the
-    forward keeps, and with nothing that the backward makes.
+    Some trainers, Lightning among them, free them between forward and backward: then they add to the memory
+    of the forward alone.
 
     Args:
-        plan: The plan, which is for none.
+        plan: The plan, which counts no such gradients.
         model: The module, before its forward.
-        told: Called when there was a warning.
+        told: Called after a warning.
     """
 
     def __init__(self, plan: PlanRecord, model: torch.nn.Module, told: Callable[[], None]) -> None:
@@ -73,7 +73,7 @@ class EarlierBytes:
         self._bytes, self._asked = _bytes_of_gradients(model), False
 
     def watched(self, output: Any) -> Any:
-        """What the forward returned; its backward asks."""
+        """The output of the forward, with hooks that ask when its backward begins."""
         nodes = {tensor.grad_fn: None for tensor in differentiable_outputs(output)}
         for node in nodes:
             if node is not None:
@@ -89,7 +89,7 @@ class EarlierBytes:
         if _bytes_of_gradients(model):
             self._told()
             warn(
-                f"{text}, as with several micro-batches a step, and the plan is for none: the step may take "
+                f"{text}, as with several micro-batches a step, and the plan counts none: the step may take "
                 "as much more than predicted. Plan with accumulate=True, or call optimizer.zero_grad() "
                 "before each step"
             )
@@ -99,7 +99,7 @@ class EarlierBytes:
         if over > 0:
             self._told()
             warn(
-                f"{text}, and were let go of between forward and backward, as Lightning does: the step takes "
+                f"{text}, and were freed between forward and backward, as Lightning does: the step takes "
                 f"{format_bytes(over)} more than predicted. Call optimizer.zero_grad() before the forward; "
                 "in Lightning planner.integrations.lightning.PlannerCallback does so"
             )

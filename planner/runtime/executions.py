@@ -1,8 +1,9 @@
-"""A graph that runs several times in a step: each time its backward may run something else.
+"""A graph that runs several times in a step: each run, an *execution*, has a program of its own.
 
-Layers of the same code are graphs of one structure. Dynamo captures them one by one, or captures one of them
-for all that follow, and which of the two it does changes: a number that differs between layers makes it
-capture the second anew, for any number, and from the next step on that capture may run for the first too.
+Layers of the same code are graphs of one structure. Dynamo captures each of them, or captures one and runs it
+for those that follow. Which of the two it does changes: where a number differs between two layers, it
+captures the second one for any number, and from the next step on that capture may run for the first layer
+too.
 """
 
 import itertools
@@ -24,13 +25,13 @@ class Alike:
 
     Attributes:
         records: The plan's graphs.
-        programs: What their executions run, each once.
-        order: For every execution, in the order of the step, which of the programs it runs.
-        of_graph: For each graph, by occurrence, which of the executions are its, those that others
-            of the plan's graphs stand for among them.
-        last: The place in that order of what ran last in this step by the program of its own graph.
-        is_disordered: Whether parts have run in another order than planned: all follow the order of the step
-            from then on.
+        programs: The different programs of their executions.
+        order: The program, by number, of each execution in the order of the step.
+        of_graph: The places in that order of each graph's executions, by the graph's occurrence. They include
+            executions that other graphs of the plan stand for.
+        last: The place of the last execution in this step that followed the program of its own graph.
+        is_disordered: Whether executions have run in another order than planned. From then on all follow
+            ``order``.
     """
 
     records: list[GraphRecord]
@@ -42,7 +43,7 @@ class Alike:
     is_disordered: bool = False
 
     def number(self, program: GraphRecord) -> int:
-        """Which of the programs one of them is."""
+        """The number of a program."""
         return self._numbers[_key(program)]
 
 
@@ -51,12 +52,12 @@ def _key(program: GraphRecord) -> tuple[Any, ...]:
 
 
 def alike(plan: PlanRecord, structure: str) -> Alike:
-    """What a plan says of the graphs of a structure."""
+    """The executions that a plan has of the graphs of one structure."""
     numbers = [i for i, graph in enumerate(plan.graphs) if graph.structure == structure]
     runs = [run for i in numbers if not plan.graphs[i].places for run in runs_of(plan, plan.graphs[i])]
     if len(numbers) > 1 and plan.step is not None:
         places = plan.step.places()
-        if plan.graphs[numbers[0]].forward_length == 0:  # views only: backwards alone, the last one first
+        if plan.graphs[numbers[0]].forward_length == 0:  # its forward only takes views: backwards alone count
             places.reverse()
         seen = dict.fromkeys((i, execution) for i, execution, _ in places)
         if seen.keys() >= {*runs}:
@@ -76,8 +77,8 @@ def alike(plan: PlanRecord, structure: str) -> Alike:
 
 
 def runs_of(plan: PlanRecord, home: GraphRecord) -> list[tuple[int, int]]:
-    """The executions of what Dynamo captures as one graph: the index of that of the plan's graphs that stands
-    for it, and which of the executions of that it is."""
+    """The executions of a graph that Dynamo captures once: each as the index of a graph in the plan, and the
+    number of that graph's execution."""
     found: dict[int, tuple[int, int]] = {}
     own = []
     for i, graph in enumerate(plan.graphs):
@@ -91,21 +92,22 @@ def runs_of(plan: PlanRecord, home: GraphRecord) -> list[tuple[int, int]]:
 
 
 class Executions:
-    """The callable of a graph that follows a plan's programs, execution by execution.
+    """The callable of a graph that runs a plan's programs, execution by execution.
 
-    It runs the programs of the graph that it was captured for. Once it runs more often than that one, it is
-    what Dynamo runs for others of its structure too, and follows the order of the step. So do all once parts
-    run in another order than planned: a layer that the first step left out is captured after those behind it.
+    It runs the programs of the graph that it was captured for. Once it runs more often than that graph does,
+    Dynamo runs it for other layers too, and it follows the order of the step instead. So do all graphs of the
+    structure once one runs in another order than planned: a layer that the first step left out is captured
+    after the layers behind it.
 
     Args:
-        plan: The plan's graphs of its structure.
-        occurrence: The one of them that it was captured for.
-        programs: What is compiled of the programs, by number.
-        compile_: Compiles another one, for arguments; None where all are there.
+        plan: The plan's executions of its structure.
+        occurrence: The occurrence of the graph that it was captured for.
+        programs: The compiled programs, by number.
+        compile_: Compiles a further program for arguments; None where all are compiled.
         calls: Counts the executions.
-        shared: Called when it turns out to run for others too, with whether executions of this step have run
-            each other's programs.
-        beyond: Called with the number of planned executions where there are more; these run the last one's.
+        shared: Called when it begins to run for other layers too, with whether executions of this step have
+            run each other's programs.
+        beyond: Called with the number of planned executions where there are more; these run the last program.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class Executions:
         return program(*args)
 
     def _next(self) -> int:
-        """The number of the program that comes next."""
+        """The number of the next program."""
         order = self._plan.order
         position, mine = self._calls.next_execution(self._plan), self._calls.next_execution(self)
         self._strayed = mine > 0 and self._strayed
@@ -151,7 +153,7 @@ class Executions:
         return order[position]
 
     def _is_out_of_order(self, position: int, place: int) -> bool:
-        """Whether an execution would follow one that comes later in the plan, or the same one again."""
+        """Whether an execution follows one that the plan has at a later place, or at the same."""
         plan = self._plan
         disordered = position > 0 and place <= plan.last
         plan.last = place

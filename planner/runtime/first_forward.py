@@ -1,8 +1,8 @@
-"""What a model does only in its first forward: hooks that it registers, caches and parts that it builds.
+"""A forward that is captured again, because its first call was not made of the plan's graphs.
 
-A plan is made of what later forwards do. Where the first one of a newly built module breaks off inside,
-Dynamo runs it in pieces from then on. So a first call that is not made of the plan's graphs is forgotten, and
-the next one is captured again.
+The first forward of a newly built module may register hooks and build caches and parts. A plan is made of
+what later forwards do. Where such a first forward breaks a graph, Dynamo would run the forward in pieces from
+then on. So its capture is forgotten, and the next call is captured again.
 """
 
 from collections import Counter
@@ -28,16 +28,16 @@ REPLACED = (
     "the budget. Plan after accelerator.prepare(...), or call planner.auto_checkpoint(...) before it"
 )
 _MANY_ALIKE = 8
-"""So many layers that are alike are captured once for all."""
+"""If a plan has so many graphs that are alike, numbers in their code are captured for all layers at once."""
 
 
 @dataclass
 class OtherPaths:
-    """Paths of a forward that its plan has not seen. What was compiled holds it: it refers to no model.
+    """Paths of a forward that its plan has not seen. It refers to no model, as compiled code holds it.
 
     Attributes:
-        fitting: Structures of graphs that were found to fit the budget by the plan's schedule.
-        met: Whether a forward took another path since this was looked at last.
+        fitting: Structures of graphs on such paths that fit the budget by the plan's schedule.
+        met: Whether a forward took such a path since somebody reset this.
         told: Whether there was a warning of a forward that was replaced.
     """
 
@@ -47,13 +47,13 @@ class OtherPaths:
 
 
 class Path:
-    """Which of a plan's graphs a forward was made of when it was captured.
+    """The graphs that a forward was captured as, compared with the plan's.
 
     Args:
         plan: The plan.
         captured_again: Whether the forward is captured again where it was not made of the plan's graphs.
-        others: What is known of other paths; learns of those that are met.
-        replaced: Whether the module's forward was replaced by another since the plan was put in.
+        others: Is told of paths that the plan has not seen.
+        replaced: Returns whether the module's forward was replaced since the plan was put in.
 
     Attributes:
         captures: How many graphs have been captured.
@@ -71,31 +71,31 @@ class Path:
         self._others = OtherPaths() if others is None else others
         self._planned = {_key(graph) for graph in plan.graphs}
         self._followed: set[tuple[str, int]] = set()
-        self._left = self._fits = False
+        self._strayed = self._fits = False
         alike = Counter((graph.structure, *(op.bytes for op in graph.ops)) for graph in plan.graphs)
         self._many_alike = max(alike.values(), default=0) >= _MANY_ALIKE
         self.captures = 0
 
     def follow(self, graph: GraphRecord) -> None:
-        """One of the plan's graphs was captured."""
+        """Note that one of the plan's graphs was captured."""
         self.captures += 1
         self._followed.add(_key(graph))
 
-    def left(self, followed: int, structure: str) -> str:
-        """A graph was captured that is none of the plan's.
+    def note_other(self, followed: int, structure: str) -> str:
+        """Note that a graph was captured that is none of the plan's.
 
         Args:
             followed: How many of the operations that the plan re-runs are re-run in it.
-            structure: Of the graph.
+            structure: The structure of the graph.
 
         Returns:
-            The warning; empty where it has been given.
+            The warning to give; empty for none.
         """
         self.captures += 1
         if structure in self._others.fitting:
             self._fits = True
             return ""
-        warned, self._left = self._left and self.captured_again, True
+        warned, self._strayed = self._strayed and self.captured_again, True
         if warned:
             return ""
         if self._replaced():
@@ -111,47 +111,51 @@ class Path:
         self._others.met = True
         return (
             "the forward took a path that the plan has not seen; of the operations that the plan re-runs it "
-            f"re-runs the {followed} that are there, and it may exceed the budget. Where data decide it, as "
-            "a mask of which all is set or not, plan with inputs that take the path that needs most, or "
-            "apply with on_new_shape='replan'"
+            f"re-runs the {followed} that are there, and it may exceed the budget. Where data decide the "
+            "path, as a mask does that is set everywhere or not, plan with inputs that take the path that "
+            "needs most, or apply with on_new_shape='replan'"
         )
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was captured."""
-        return not (self._left or self._fits or self._followed)
+        return not (self._strayed or self._fits or self._followed)
 
     @property
     def is_settled(self) -> bool:
-        """Whether no more graphs of the plan are expected, as it has them. Until then sizes are numbers, as
-        when the plan was made: layers of the same code may have others each. Many layers of the same sizes
-        it has one by one, where numbers differ that are no sizes; these are captured once for all."""
+        """Whether Dynamo may capture varying sizes and numbers as symbols.
+
+        Until all of the plan's graphs are captured they are plain numbers, as when the plan was made: layers
+        of the same code may have different sizes, which would become symbols. Of many graphs that are alike
+        in all sizes, other numbers differ; these are captured once for all.
+        """
         return not self.captured_again or self._many_alike or self.is_the_plans
 
     @property
-    def is_left(self) -> bool:
+    def has_strayed(self) -> bool:
         """Whether a graph was captured that is none of the plan's."""
-        return self._left
+        return self._strayed
 
     @property
     def is_the_plans(self) -> bool:
         """Whether the graphs are those of the plan, all of them and no others."""
-        return not self._left and self._followed == self._planned
+        return not self._strayed and self._followed == self._planned
 
 
 class CapturedAgain:
-    """A compiled forward that is compiled again, once, where its first call is not made of the plan's graphs.
+    """A compiled forward that is compiled again, once, if its first call was not made of the plan's graphs.
 
-    It is also compiled again where a forward raised an error while it was captured: what was made of it up to
-    there may have no guards that tell it from forwards that end, and would run in their place. So it is where
-    hooks come or go after a forward left the plan: those that Dynamo does not trace end a graph, and what is
-    captured then fits without them too.
+    It is also compiled again where a forward raised an error while it was captured: the graphs up to the
+    error may have no guards that tell this forward from one that ends well, and would run in its place. And
+    it is compiled again where hooks come or go after a forward left the plan: a hook that Dynamo does not
+    trace ends a graph, and the graphs captured with it would fit without it too.
 
     Args:
-        path: What that call is made of.
-        compiled: What it runs.
-        again: Compiles again, this one and others, which are compiled again themselves if it is passed True.
-        place: Which of them this is.
+        path: The graphs of that call.
+        compiled: The compiled forward.
+        again: Compiles this forward and its sisters again; they may be compiled once more if it is passed
+            True.
+        place: The place of this forward among these.
         warn: Called if nothing of the forward was captured.
     """
 
@@ -166,7 +170,7 @@ class CapturedAgain:
         self._path, self._compiled, self._again, self._place = path, compiled, again, place
         self._warn = warn
         self._run = self._first if path.captured_again else compiled
-        self._hooks: tuple[int, ...] | None = None  # that were there when it left the plan
+        self._hooks: tuple[int, ...] | None = None  # the hooks that were there when it left the plan
         self._returns = 0
 
     def __call__(self, model: torch.nn.Module, *args: Any) -> Any:
@@ -181,7 +185,7 @@ class CapturedAgain:
                 self._compile_again(once_more=self._path.captured_again)
             raise
         looked = dynamo.frames_looked_at() != before and self._returns < MOST_RETURNS
-        if looked and (self._path.is_left or self._path.captures == captures):
+        if looked and (self._path.has_strayed or self._path.captures == captures):
             self._hooks = modules.hooks_inside(model)
         return result
 
@@ -191,9 +195,9 @@ class CapturedAgain:
         if self._path.is_empty and differentiable_outputs(result):
             self._warn(
                 "nothing of the planned forward could be captured: the step runs without the plan. Dynamo "
-                "tells why (TORCH_LOGS=graph_breaks). It leaves alone what FullyShardedDataParallel wraps, "
-                "unless it has use_orig_params=True, and modules whose parts fully_shard shards: plan and "
-                "apply to those parts"
+                "tells why (TORCH_LOGS=graph_breaks). It leaves alone modules that FullyShardedDataParallel "
+                "wraps, unless it has use_orig_params=True, and modules whose parts fully_shard shards: plan "
+                "and apply to those parts"
             )
         if self._path.is_the_plans:
             self._path.captured_again, self._run = False, self._compiled

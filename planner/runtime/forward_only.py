@@ -1,7 +1,7 @@
-"""Graphs of a planned forward of which the planned step differentiates nothing.
+"""Graphs of a planned forward that the planned step does not differentiate.
 
-Such is what only makes outputs that the loss does not use, where a graph break comes before it. They run as
-they are; should a gradient arrive all the same, it is right, but nobody has planned for what it takes.
+A graph behind a graph break is one if it only makes outputs that the loss does not use. It runs as it is.
+Should a gradient arrive all the same, it is right, but the plan does not count its memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,10 +15,10 @@ from planner.training_step.step import differentiable_outputs
 def warns_if_differentiated(
     run: Callable[..., Any], warn: Callable[[str], None]
 ) -> Callable[..., Sequence[Any]]:
-    """The same function, which says so once if a gradient reaches its results.
+    """The same function, with a warning if a gradient reaches its results.
 
     Args:
-        run: Makes a graph's results of its inputs.
+        run: Runs a graph.
         warn: Called with the warning, once.
     """
     warned = False
@@ -28,14 +28,15 @@ def warns_if_differentiated(
         if not warned:
             warned = True
             warn(
-                "the loss uses outputs that the planned step leaves unused; what makes them runs without the "
-                "plan, and the step may take more than predicted. Plan with the loss that is trained (loss=)"
+                "the loss uses outputs that the planned step leaves unused; the graphs that make them run "
+                "without the plan, and the step may take more than predicted. Plan with the loss that you "
+                "train with (loss=)"
             )
 
     def watched(*args: Any) -> Sequence[Any]:
         results: Sequence[Any] = run(*args)
         if not warned and torch.is_grad_enabled():
-            passed_on = {id(x) for x in args}  # what comes out as it came in is not of this graph
+            passed_on = {id(x) for x in args}  # an input that is returned is not this graph's result
             for tensor in differentiable_outputs(results):
                 if tensor.grad_fn is not None and id(tensor) not in passed_on:
                     tensor.register_hook(arrived)

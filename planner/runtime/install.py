@@ -74,7 +74,7 @@ def check_fits(
     model: torch.nn.Module,
     backend_options: Mapping[str, bool | int | float | str] | None = None,
 ) -> None:
-    """See that a plan is for a module of this class and state, and asks of a backend only what it may.
+    """Check that a plan is for a module of this class and state, and that its backend options are harmless.
 
     Args:
         plan: The plan.
@@ -82,8 +82,8 @@ def check_fits(
         backend_options: Options of the backend that the user gives beside the plan.
 
     Raises:
-        PlanMismatch: It is for another, or asks for more.
-        PlannerError: This PyTorch is none that graphs were tested with.
+        PlanMismatch: The plan is for another module, or has options that the user has not given.
+        PlannerError: Graphs were not tested with this PyTorch.
     """
     if plan.target.backend != "replay" and (off := graphs_are_off()) is not None:
         raise PlannerError(f"{off}, which this plan runs: plan again with backend='replay'")
@@ -105,7 +105,7 @@ def check_fits(
         raise PlanMismatch(
             f"the plan has regions that the {found} has not, as {printable(min(unknown))}: plan this one"
         )
-    if plan is not installed_plan(model):  # whose options were looked at when it was applied
+    if plan is not installed_plan(model):  # the options of an installed plan were checked when it was applied
         check_options_of_file(plan, backend_options)
 
 
@@ -116,10 +116,10 @@ def put_in(
     on_new_shape: OnNewShape = "reapply",
     loss: Loss | None = None,
 ) -> PlanCall:
-    """Install a plan that is known to be for this module; the one that is there already is replaced."""
-    there = modules.installed_call(model)
+    """Install a plan that is known to be for this module, in place of one that is there."""
+    installed = modules.installed_call(model)
     previous = take_out(model)
-    if previous is not None and previous is there:
+    if previous is not None and previous is installed:
         warn(COMPILED_BEFORE)
     for part in map(modules.installed_call, model.modules()):
         if isinstance(part, InstalledCall):
@@ -165,7 +165,7 @@ def unpickled(model: torch.nn.Module | None, text: str, on_new_shape: OnNewShape
     if model is not None and not plans_are_off():
         try:
             plan = PlanRecord.loads(text, source="the plan of the pickled model")
-            # Its options are not looked at: who writes a pickle can run anything without them.
+            # Its backend options need no check: whoever writes a pickle can run anything without them.
             _install(model, plan, None, checked(on_new_shape))
         except PlanFileError as error:
             warn(
@@ -193,8 +193,7 @@ class PlannedCall(PlanCall):
         self._regions.take_out(self._model)
 
     def put_back_in(self) -> None:
-        """Install it again, for calls of all kinds, and its regions, where a snapshot has put back what was
-        there before."""
+        """Install it again, with its regions and for calls of all kinds, after a snapshot was put back."""
         self._calls.return_to_all()
         modules.install_call(self._model, self)
         self._regions.put_in(self._model)
@@ -207,7 +206,7 @@ class PlannedCall(PlanCall):
         return super()._in_other_mode(*args, **kwargs)
 
     def run_planned(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step by the plan, if nothing has changed that it depends on."""
+        """Run the step by the plan, unless hooks or definitions have changed since the first planned step."""
         model = self._model
         hooks = modules.hooks_on_all_modules()
         if hooks != self._hooks:
@@ -232,7 +231,7 @@ class PlannedCall(PlanCall):
         return modules.call_with_forward(model, self._forward, args, kwargs)
 
     def captured(self) -> None:
-        """Look after the classes of what was captured now, too."""
+        """Watch the definitions of newly captured classes, too."""
         if self._definitions is not None:
             self._definitions.include(self._model)
 
@@ -250,7 +249,7 @@ class PlannedCall(PlanCall):
 
 
 def _own_forward(model: torch.nn.Module | None) -> object:
-    """The forward of a module itself, in the place of its class's; None where it has none."""
+    """The ``forward`` that is set on a module itself; None where there is only its class's."""
     return None if model is None else vars(model).get("forward")
 
 
@@ -265,7 +264,7 @@ def _compiled(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     if plan.as_written:
         return run_forward, run_forward
-    plan = plan.model_copy().remember(None)  # PyTorch holds what is compiled: no optimizer, no loss with it
+    plan = plan.model_copy().remember(None)  # PyTorch holds compiled code: it must hold no optimizer, no loss
 
     def compile_(once_more: bool) -> list[CapturedAgain]:
         def replaced() -> bool:
@@ -316,8 +315,8 @@ def _captured_often(times: int) -> None:
 
 def _not_captured_any_more() -> None:
     warn(
-        "the forward was captured so often that PyTorch gives up: what it does changes with every call "
-        "(Python state, not shapes: these become symbols). It runs as it is, without the plan, where it "
-        "does something new. Put @torch.compiler.disable on the function that does this, or keep what "
-        "changes in a buffer"
+        "the forward was captured so often that PyTorch gives up: it does something else at every call "
+        "(by Python state, not by shapes: these become symbols). Where it does something new it runs as it "
+        "is, without the plan. Put @torch.compiler.disable on the function that does this, or keep the state "
+        "in a buffer"
     )

@@ -1,4 +1,4 @@
-"""What is put in place of a module's call: a plan, or what will make one at the first training call.
+"""The call that is installed in place of a module's own: of a plan, or of a module yet to be planned.
 
 The module stays the same object: its class, attributes, parameters, ``state_dict`` keys and hooks stay.
 """
@@ -17,11 +17,11 @@ from planner.runtime.unplanned import Unplanned, displaced
 
 
 class InstalledCall:
-    """What a module runs in place of its own call.
+    """A call that a module runs in place of its own.
 
     Args:
         model: The module.
-        previous: What was installed before, by ``module.compile()`` for instance.
+        previous: The call that was installed before, by ``module.compile()`` for instance.
         training: The mode of the steps that run by a plan.
 
     Attributes:
@@ -53,7 +53,7 @@ class InstalledCall:
         return modules.called_instead_of(self._model, self)
 
     def run_clone(self, clone: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call of :meth:`clone`, which has parameters of its own: without the plan, and that is said."""
+        """Call a :meth:`clone` without the plan, and warn: it has parameters of its own."""
         if clone.training is self._training and torch.is_grad_enabled() and not self._warned_of_clone:
             self._warned_of_clone = True
             warn(
@@ -65,31 +65,31 @@ class InstalledCall:
         return modules.module_call(clone, *args, **kwargs)
 
     def install_in(self, copied: torch.nn.Module) -> None:
-        """Install the like in a copy of the module."""
+        """Install such a call in a copy of the module."""
         raise NotImplementedError
 
     def pickled(self) -> tuple[Any, ...]:
-        """What pickles keep, for :func:`planner.runtime.install.unpickled`."""
+        """A function to restore it, which gets the module first, and its further arguments."""
         raise NotImplementedError
 
     def retire(self) -> None:
-        """Another call is installed on purpose."""
+        """Note that another call takes its place on purpose."""
         self.unplanned.planned_call()
         self._retired = True
 
     def reinstate(self, *, waiting: bool) -> None:
-        """It is installed again; ``waiting`` for the first planned call, which has not come yet."""
+        """Note that it is installed again; ``waiting``: its first planned call has not come yet."""
         self._retired = False
         if waiting:
             self.unplanned.wait()
 
-    def __del__(self) -> None:  # what is installed in its place lets go of it
+    def __del__(self) -> None:  # it dies when another call is installed in its place
         if not self._retired and not sys.is_finalizing():
             displaced(self._model, self)
 
 
 def install(model: torch.nn.Module, call: InstalledCall) -> None:
-    """Put ``call`` in place of the module's own, and of its copies' and pickles'."""
+    """Put a call in place of the module's own; copies and pickles of the module get one too."""
     modules.after_shallow_copies(_install_in_copy)
     end_graphs_at_plans()  # nothing may have been captured in this process yet: a plan can come from a file
     modules.install_call(model, call)
@@ -103,10 +103,10 @@ def _install_in_copy(model: torch.nn.Module, copied: torch.nn.Module) -> None:
 
 
 def take_out(model: torch.nn.Module) -> Callable[..., Any] | None:
-    """Let go of what is installed in a module, without putting anything in its place.
+    """Retire the call of ours that is installed in a module, without putting another in its place.
 
     Returns:
-        What was there before, or is there of others.
+        The call that was installed before it, or the one that others have installed.
     """
     installed = modules.installed_call(model)
     if not isinstance(installed, InstalledCall):
@@ -116,10 +116,10 @@ def take_out(model: torch.nn.Module) -> Callable[..., Any] | None:
 
 
 class Companion:
-    """Lives among a planned module's attributes and, when they are copied or pickled, plans the copy too.
+    """An attribute of a planned module that installs the plan in copies and unpickled modules.
 
-    PyTorch leaves out of copies what is installed in place of a module's call. A copy exists, without its
-    attributes, before they are copied: that is when the plan is installed in it.
+    PyTorch leaves the installed call out of copies. ``copy.deepcopy`` makes the copy first and its attributes
+    after that: when it comes to this attribute, the plan is installed in the copy.
     """
 
     NAME = "_planner_companion"

@@ -1,4 +1,4 @@
-"""A training step does not fail with an error of the planner: it runs without the plan, with a warning."""
+"""A training step does not fail by an error of the planner: it runs without the plan, with a warning."""
 
 from planner.errors import InfeasibleBudget, PlanMismatch, warn
 from planner.training_step.user_lines import line_of
@@ -22,15 +22,15 @@ def is_meant(error: BaseException | None) -> bool:
 
 
 def unplanned(what: str, error: Exception, do: str) -> None:
-    """Warn that something runs without its plan because of an error, and may exceed the budget.
+    """Warn that a step, or a part of it, runs without its plan because of an error.
 
     Args:
-        what: What runs without it.
-        error: Why. Its traceback goes to the log, at the level of DEBUG.
-        do: The next step, as sentences of their own.
+        what: The step or part, the subject of the warning.
+        error: The error. Its traceback goes to the log, at the level of DEBUG.
+        do: The next step for the user, as sentences of their own.
 
     Raises:
-        Exception: ``error``, where it is meant, see :func:`is_meant`.
+        Exception: ``error``, where the user asked for it, see :func:`is_meant`.
     """
     if is_meant(error):
         raise error

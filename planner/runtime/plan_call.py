@@ -1,4 +1,4 @@
-"""What a planned module runs in place of its own call, whatever follows the plan."""
+"""The call of a planned module: its guards, and the choice of a program. Subclasses follow the plan."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -15,8 +15,8 @@ from planner.runtime.ddp import Ranks
 from planner.runtime.earlier_gradients import EarlierBytes, EarlierGradients
 from planner.runtime.installed import InstalledCall, install
 from planner.runtime.own_errors import PLAN_WITH_THESE, unplanned
+from planner.runtime.shapes.arguments import shape_key
 from planner.runtime.shapes.policy import NewShapes, OnNewShape
-from planner.runtime.shapes.shape_key import shape_key
 from planner.training_step.step import Loss, differentiates, map_tensors
 
 Run = Callable[..., Any]
@@ -24,7 +24,7 @@ Run = Callable[..., Any]
 
 
 class Instead(Protocol):
-    """Given a step's arguments, what runs the step in the place of this plan; None for nothing."""
+    """Given a step's arguments, a function that runs the step in place of this plan; None: the plan runs."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None: ...
 
@@ -35,9 +35,8 @@ class PlanCall(InstalledCall):
     Attributes:
         plan: The plan.
         on_new_shape, loss: As they were given to :func:`planner.runtime.install.apply`.
-        when_accumulating: Asked where gradients are there already when a step begins, and the plan is for
-            none.
-        when_changed: Asked before every step, where what trains may have changed.
+        when_accumulating: Asked where gradients are there when a step begins, and the plan counts none.
+        when_changed: Asked before every step, where parameters may have grown or thawed.
     """
 
     _calls: Calls
@@ -64,18 +63,20 @@ class PlanCall(InstalledCall):
         self.when_changed: Instead | None = None
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._strayed: tuple[Any, Any] | None = None  # arguments of a step that took an unseen path
-        self._earlier: EarlierGradients | None = None  # where the plan is for none, until there are some
+        self._earlier: EarlierGradients | None = (
+            None  # watched for until there are some, if the plan counts none
+        )
         if plan.resident.gradient_bytes == 0:
             self._earlier = EarlierGradients(model.modules)
         self._set_up()
 
     def _set_up(self) -> None:
-        """Make what follows the plan."""
+        """Make the objects that follow the plan."""
         raise NotImplementedError
 
     def install_in(self, copied: torch.nn.Module) -> None:
-        again = type(self)(copied, self.plan, None, self.on_new_shape, self.loss, unpickled=self._unpickled)
-        install(copied, again)
+        call = type(self)(copied, self.plan, None, self.on_new_shape, self.loss, unpickled=self._unpickled)
+        install(copied, call)
 
     def pickled(self) -> tuple[Any, ...]:
         return self._unpickled, self.plan.dumps(), self.on_new_shape
@@ -93,17 +94,17 @@ class PlanCall(InstalledCall):
         raise NotImplementedError
 
     def put_back_in(self) -> None:
-        """Install it again, where a snapshot has put back what was there before."""
+        """Install it again, after a snapshot was put back."""
         modules.install_call(self._model, self)
 
-    # ---- guards, in the order in which they are asked: what runs instead, or None --------------------------
+    # ---- guards, in the order in which they are asked: a function to run instead, or None ------------------
 
     def _is_of_a_clone(self, args: Any, kwargs: Any) -> Run | None:
         clone = self.clone()
         return None if clone is None else lambda *a, **k: self.run_clone(clone, a, k)
 
     def _is_recorded(self, args: Any, kwargs: Any) -> Run | None:
-        """What is recorded is the module, not the plan."""
+        """A recording is of the module, not of the plan."""
         return self._as_written if recording.is_recorded() else None
 
     def _is_no_step(self, args: Any, kwargs: Any) -> Run | None:
@@ -117,8 +118,8 @@ class PlanCall(InstalledCall):
         self.unplanned.hindered_call(hindrance, END_IT)
         return self.run_original
 
-    def _is_left(self, args: Any, kwargs: Any) -> Run | None:
-        """It was said so when it came to light."""
+    def _is_left_to_the_module(self, args: Any, kwargs: Any) -> Run | None:
+        """No warning: there was one when such calls were left to the module."""
         return self.run_original if self._calls.is_left(args, kwargs) else None
 
     def _has_changed(self, args: Any, kwargs: Any) -> Run | None:
@@ -129,19 +130,19 @@ class PlanCall(InstalledCall):
         if not earlier or not differentiates(self._model, args, kwargs):
             return None
         if self.when_accumulating is None:
-            there = EarlierBytes(self.plan, self._model, self._told_of_gradients)
-            return lambda *a, **k: there.watched(self.run_planned(*a, **k))
+            earlier_bytes = EarlierBytes(self.plan, self._model, self._told_of_gradients)
+            return lambda *a, **k: earlier_bytes.watched(self.run_planned(*a, **k))
         self._earlier = None
         return self.when_accumulating(args, kwargs)
 
-    # First whose call it is, then whether the plan is for such a call, then whether a plan can be followed
-    # here, and last whether another plan is wanted: each may rely on those before it.
+    # First: whose call is it? Then: is the plan for such a call? Then: can a plan be followed here? Last: is
+    # another plan wanted? Each guard may rely on those before it.
     _GUARDS = (
         _is_of_a_clone,
         _is_recorded,
         _is_no_step,
         _is_hindered,
-        _is_left,
+        _is_left_to_the_module,
         _has_changed,
         _accumulates,
     )
@@ -161,7 +162,7 @@ class PlanCall(InstalledCall):
         self._earlier = None
 
     def _begin(self) -> None:
-        """Look at the path that the step before took, where the plan had not seen it."""
+        """Plan again, if asked for, where the last step took a path that the plan had not seen."""
         if self._strayed is not None:
             if self._shapes.look_at_path(*self._strayed):
                 self._programs.clear()
@@ -170,10 +171,10 @@ class PlanCall(InstalledCall):
     def _program(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], unplanned_run: Run
     ) -> Callable[..., Any]:
-        """What runs a step with such arguments, given the module and these.
+        """A function that runs a step with such arguments, given the module and these.
 
         Args:
-            unplanned_run: Runs it without the plan.
+            unplanned_run: Runs the step without the plan.
         """
         key = None
         try:
@@ -181,7 +182,7 @@ class PlanCall(InstalledCall):
             program = self._programs.get(key)
             if program is None:
                 if not differentiates(self._model, args, kwargs):
-                    return unplanned_run  # which takes no more than it frees
+                    return unplanned_run  # without gradients nothing is kept
                 program = self._programs[key] = self._shapes.program(args, kwargs)
         except Exception as error:
             unplanned("a step with inputs that have not been seen before", error, PLAN_WITH_THESE)
@@ -189,7 +190,9 @@ class PlanCall(InstalledCall):
         return program
 
     def _end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the arguments of a step that took an unseen path, to plan it again when the next one begins:
-        not now, among what is kept."""
+        """Keep the arguments of a step that took an unseen path, to plan for it when the next step begins.
+
+        Now the values that the forward keeps take the memory.
+        """
         if self.on_new_shape == "replan" and self._shapes.strayed:
             self._strayed = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), (args, kwargs))

@@ -1,7 +1,7 @@
-"""Watching that what a planned backward reads is as it was in the forward.
+"""An error where tensors that a planned backward reads were changed in place since the forward.
 
-That is what re-runs read again of the inputs, see :mod:`planner.graph.overwritten`, and what the plan keeps
-of the results, of which PyTorch hands out views without noticing that they are changed.
+These are inputs that re-runs read (:mod:`planner.graph.overwritten`), and results that the plan keeps:
+PyTorch hands out views of kept results and does not notice writes to them.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,20 +22,20 @@ from planner.planfile.plan import PlanRecord
 
 
 class ReadAgain(GraphHook):
-    """Watches that what a planned backward reads again is as it was in the forward.
+    """Compares versions of the tensors that a planned backward reads again with those in the forward.
 
     Args:
         plan: The plan.
-        graph, example_inputs: The captured forward, and what it was captured with.
+        graph, example_inputs: The captured forward, and the inputs that it was captured with.
     """
 
     def __init__(self, plan: PlanRecord, graph: GraphModule, example_inputs: Sequence[Any]) -> None:
         self._plan, self._graph = plan, graph
-        # Not the inputs themselves: the first batch would be held for good.
+        # Not the inputs themselves: the hook would hold the first batch for good.
         self._parameters = [isinstance(x, torch.nn.Parameter) for x in example_inputs]
-        self._positions: list[int] = []
-        self._results: list[int] = []
-        self._outputs: dict[int, int] = {}
+        self._positions: list[int] = []  # of the inputs that only re-runs read
+        self._results: list[int] = []  # positions of the results that the plan keeps
+        self._outputs: dict[int, int] = {}  # output of the joint graph -> position among the results
 
     def on_traced(self, traced: TracedGraph) -> None:
         self._outputs = aot_metadata.output_positions(traced.joint, traced.forward_outputs)
@@ -82,7 +82,7 @@ class ReadAgain(GraphHook):
             raise InputsChanged(
                 f"a result of a part of the forward ({sizes}) was changed in place before the backward, "
                 f"and the plan for {plan.model.class_name} (budget {plan.target.budget_text}) keeps it "
-                "for that, since the step that was planned left it as it was. Plan the step that changes it "
+                "for the backward, since the planned step did not change it. Plan the step that changes it "
                 "(loss= is a part of it), or change a copy (y = y + 1, not y += 1)"
             )
 

@@ -1,8 +1,8 @@
 """A plan's decisions, followed on a graph that is not quite the planned one.
 
-Freezing or thawing a layer changes the backward, a switch in a submodule's mode or a layer that is left out
-changes the forward as well. What the two graphs have in common is found by operators and module paths; what
-the plan re-runs among that is re-run here, where the plan re-runs it.
+Freezing or thawing a layer changes the backward; another mode of a submodule, or a layer that is left out,
+changes the forward as well. Operations of the two graphs are matched by operator and module path. An
+operation that the plan re-runs is re-run here at the matching place.
 """
 
 import difflib
@@ -25,6 +25,7 @@ from planner.planfile.graph_record import ViewsRecord
 from planner.planfile.plan import GraphRecord, PlanRecord
 
 _LONGEST_COMPARISON = 20_000
+"""Operations of both graphs, beyond their common ends, that difflib is given; more would take minutes."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,12 @@ class Remapped:
 
     Attributes:
         backward: The operations that its backward runs, by index, in order.
-        followed: Of the forward operations that the plan re-runs, how many are re-run here.
-        planned: How many the plan re-runs.
-        packed: Of the operations that are re-run those whose masks are kept as bits and unpacked, and of
-            ReLU's backwards those that read its signs from bits.
-        only_less: Whether the graph does nothing that the planned one does not do, so that it cannot take
-            more memory at the same sizes.
+        followed: How many of the forward operations that the plan re-runs are re-run here.
+        planned: How many forward operations the plan re-runs.
+        packed: The re-run operations whose masks are unpacked from bits, and the backwards of ReLU that read
+            signs from bits.
+        only_less: Whether the planned graph has all operations of this one, which then cannot take more
+            memory at the same sizes.
     """
 
     backward: list[int]
@@ -98,13 +99,12 @@ def _remap(record: GraphRecord, joint: JointGraph, place: Callable[[str], str]) 
 
 
 class _Sequence:
-    """The backward sequence while it grows: nothing that is to be re-run is used before it is.
+    """The backward sequence while it grows. Each operation comes after the re-runs that it needs.
 
     Args:
         joint: The graph.
         rerun: The forward operations to re-run.
-        packed: Those of them whose masks are unpacked, for which nothing is needed; nor is it for ReLU's
-            backwards that read bits.
+        packed: The re-runs that unpack a mask, and the backwards of ReLU that read bits: they need no re-run.
     """
 
     def __init__(self, joint: JointGraph, rerun: set[int], packed: set[int]) -> None:
@@ -116,7 +116,7 @@ class _Sequence:
         self._producer = {s: op.index for op in first for s in op.allocates if op.index in rerun}
 
     def run_backward_to(self, last: int) -> None:
-        """Append the backward operations up to one, with the re-runs that they still need."""
+        """Append the backward operations up to ``last``, with the re-runs that they still need."""
         while self._at <= last:
             for missing in self._needs(self._at):
                 self.run_again(missing)
@@ -143,7 +143,7 @@ class _Sequence:
 
 
 def _without_idle(joint: JointGraph, steps: Sequence[int], packed: set[int]) -> list[int]:
-    """Leave out re-runs of which nothing is used."""
+    """Leave out re-runs whose results are not used."""
     wanted: set[int] = {s for n in joint.outputs[1] if isinstance(n, Node) for s in joint.storages_of(n)}
     kept: list[int] = []
     for index in reversed(steps):
@@ -158,13 +158,13 @@ def _without_idle(joint: JointGraph, steps: Sequence[int], packed: set[int]) -> 
 
 
 def _read(op: JointOp) -> set[int]:
-    """The storages that an operation reads, in the backward, of others'."""
+    """The storages of other operations that an operation reads when it runs in the backward."""
     read = {s for o in (op, *op.writers) for s in o.reads}
     return read.difference(op.allocates)
 
 
 def _matched(known: Sequence[Hashable], found: Sequence[Hashable]) -> dict[int, int]:
-    """Positions of what two sequences have in common, in order: of the first to those of the second."""
+    """Positions in the first sequence -> positions of equal elements, in the same order, in the second."""
     shortest = min(len(known), len(found))
     start = next((i for i in range(shortest) if known[i] != found[i]), shortest)
     end = next((i for i in range(shortest - start) if known[-1 - i] != found[-1 - i]), shortest - start)
@@ -179,13 +179,13 @@ def _matched(known: Sequence[Hashable], found: Sequence[Hashable]) -> dict[int, 
 
 
 def views_of(plan: PlanRecord, structure: str, number: int) -> ViewsRecord | None:
-    """The graph of a structure that only hands on views, after a number of others of that structure."""
+    """The plan's record of a graph that only returns views, given how many of its structure came before."""
     alike = (views for views in plan.views if views.structure == structure)
     return next((v for v in alike if v.occurrence == number % max(v.occurrences, 1)), None)
 
 
 def left_out(plan: PlanRecord, structure: str, number: int, inputs: Sequence[Any]) -> bool:
-    """Whether the step differentiates nothing of a graph, of whose structure it has others that it does."""
+    """Whether the planned step does not differentiate a graph, although it does others of its structure."""
     occurrences = max((graph.occurrences for graph in plan.graphs if graph.structure == structure), default=0)
     among = number < occurrences and views_of(plan, structure, number) is None
     return among and not any(map(fake.is_size, inputs))
@@ -199,12 +199,12 @@ def spec_of(
     graph: GraphModule,
     inputs: Sequence[Any],
 ) -> GraphSpec:
-    """How a graph is traced.
+    """The specification that a graph is traced by.
 
     Args:
         plan: The plan.
-        record: The plan's graph that it is; None if it is none of these.
-        structure: Of the graph.
+        record: The plan's record of the graph; None if there is none.
+        structure: The structure of the graph.
         number: How many graphs of its structure have been captured before.
         graph: The graph.
         inputs: Its example inputs.
@@ -219,12 +219,12 @@ def spec_of(
 
 
 def among_sizes(spec: GraphSpec, graph: GraphModule, inputs: Sequence[Any]) -> GraphSpec:
-    """A specification with its positions of inputs and outputs as they are in a graph, where symbolic sizes
-    may lie between; the plan was made for numbers."""
+    """A specification with its positions as they are in a graph that may have symbolic sizes among its inputs
+    and outputs; the plan's positions do not count these."""
     outputs: Sequence[Any] = graph.graph.output_node().args[0]  # type: ignore[assignment]
     values = [o.meta.get("example_value") if isinstance(o, Node) else o for o in outputs]
     placeholders = graph.graph.find_nodes(op="placeholder")
-    # Compiled for one shape, it is given numbers in their place.
+    # A graph that is compiled for one shape gets numbers in place of its symbolic sizes.
     taken = [n.meta.get("example_value", x) for n, x in zip(placeholders, inputs, strict=True)]
     if not any(map(fake.is_size, (*taken, *values))):
         return spec
@@ -238,12 +238,12 @@ def among_sizes(spec: GraphSpec, graph: GraphModule, inputs: Sequence[Any]) -> G
 
 def _positions(values: Sequence[Any]) -> Callable[[int], int]:
     places = [i for i, value in enumerate(values) if not fake.is_size(value)]
-    # What is beyond the end stays beyond it.
+    # A position beyond the end stays beyond it.
     return lambda index: places[index] if index < len(places) else len(values) + index
 
 
 def same_operations(record: GraphRecord, joint: JointGraph) -> bool:
-    """Whether a plan's operations are those of a graph."""
+    """Whether a graph has the operations of a plan's graph."""
     return len(joint.ops) == len(record.ops) and all(
         op.name == known.name and op.backward == (known.phase == "backward")
         for op, known in zip(joint.ops, record.ops, strict=True)
@@ -251,7 +251,7 @@ def same_operations(record: GraphRecord, joint: JointGraph) -> bool:
 
 
 def matches(record: GraphRecord, joint: JointGraph) -> bool:
-    """Whether a plan's operations are those of a graph, and all that it re-runs may be re-run."""
+    """Whether a graph has the operations of a plan's graph, and may re-run those that the plan re-runs."""
     return (
         same_operations(record, joint)
         and all(joint.ops[index].recomputable for index in record.recomputed)
@@ -275,18 +275,18 @@ def _on_its_device(op: JointOp) -> Sequence[int]:
 
 
 def planned_bytes(record: GraphRecord) -> int:
-    """What :func:`total_bytes` was when the plan was made."""
+    """The :func:`total_bytes` of a graph when the plan was made."""
     return sum(op.bytes for op in record.ops)
 
 
 def fits_whole(plan: PlanRecord, record: GraphRecord, joint: JointGraph, *, other_shapes: bool) -> bool:
-    """Whether all that the step's operations produce fits into the planned peak: then any order of them does.
+    """Whether all results of the step's operations together fit the planned peak: then any schedule does.
 
     Args:
         plan: The plan.
         record: The graph as planned.
         joint: The graph as it is now.
-        other_shapes: Whether inputs have other shapes: then of the other graphs nothing is known.
+        other_shapes: Whether inputs have other shapes; the other graphs then count as nothing.
     """
     rest = sum(planned_bytes(g) * len(g.executions) for g in plan.graphs) - planned_bytes(record)
     return total_bytes(joint) + (0 if other_shapes else rest) <= plan.predicted.dynamic_peak_bytes

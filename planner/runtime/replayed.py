@@ -1,4 +1,4 @@
-"""A module that trains by a plan which is followed by replaying."""
+"""The call of a module whose plan is followed by replaying (:mod:`planner.replay`)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,8 +21,8 @@ from planner.runtime.shapes.policy import NewShapes
 
 OTHER_UNITS = (
     "fully_shard shards other parts of the module than planned, or the plan is for none: steps run as they "
-    "are, without the plan, as re-runs would read parameters that are not gathered by then. Shard what the "
-    "plan has as regions, or plan with parallel=planner.FSDP2(...) and with these parts as regions="
+    "are, without the plan, as re-runs would read parameters that are not gathered by then. Shard the plan's "
+    "regions, or plan with parallel=planner.FSDP2(...) and with these parts as regions="
 )
 
 
@@ -52,22 +52,22 @@ class ReplayedCall(PlanCall):
 def _followers(
     calls: Calls,
     plan: PlanRecord,
-    others_came: Callable[[], bool],  # noqa: ARG001 - what is compiled asks it
+    others_came: Callable[[], bool],  # noqa: ARG001 - only compiled graphs ask
     paths: OtherPaths,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What runs a module by a plan, at the planned shape and at others alike."""
+    """Functions that run a module by a plan, at the planned shape and at others: here the same one twice."""
     steps = Steps(program_of(plan))
     if not steps.program.runs and plan.predicted.dynamic_peak_bytes >= plan.baseline.dynamic_peak_bytes:
         return _as_it_is, _as_it_is  # nothing is dropped
 
     warned = False
     planned = plan.target.parallel
-    # In which nothing of a module's hooks is counted: fully_shard gathers and frees by these.
+    # Calls by hooks on these modules are not counted: fully_shard gathers and frees by such hooks.
     units = ["", *plan.model.regions] if planned is not None and planned.kind == "fsdp2" else []
 
     def follow(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal warned
-        with blocks_run_as_written(), parts_run_uncompiled():  # as they were recorded
+        with blocks_run_as_written(), parts_run_uncompiled():  # as when the step was recorded
             output, step = followed(
                 steps, lambda: modules.module_call(model, *args, **kwargs), map(model.get_submodule, units)
             )
@@ -77,9 +77,9 @@ def _followers(
             if not warned:
                 warned = True
                 warn(
-                    f"{step.strayed_from}. What is not as planned is kept, and the step may take more than "
-                    "predicted: plan the step as it is trained, with inputs that lead along this path, or "
-                    "apply with on_new_shape='replan'"
+                    f"{step.strayed_from}. Values that are not as planned are kept, and the step may take "
+                    "more than predicted: plan the step as it is trained, with inputs that lead along this "
+                    "path, or apply with on_new_shape='replan'"
                 )
         return output
 

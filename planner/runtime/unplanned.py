@@ -1,7 +1,7 @@
-"""Steps that train a planned module without its plan: one warning, once.
+"""A warning, once, where steps train a planned module without its plan.
 
-Nothing of it costs a planned step: hooks on parameters wait for the first one and are gone with it, hooks on
-outputs are put on calls that run without the plan.
+A planned step pays nothing for it: hooks on parameters are removed at the first planned call, and hooks on
+outputs are put only on calls that run without the plan.
 """
 
 import logging
@@ -19,17 +19,18 @@ from planner.training_step.step import differentiable_outputs, find_loss
 logger = logging.getLogger(__name__)
 
 COMPILED_BEFORE = (
-    "model.compile() was called before: while it trains, the plan runs in place of what was compiled; in "
-    "evaluation that goes on to run"
+    "model.compile() was called before: the plan runs in place of the compiled module in training; the "
+    "compiled module still runs in evaluation. Call planner.remove(model) to train the compiled module"
 )
 MODES = {True: "training", False: "evaluation"}
 
 
 _watching: "weakref.WeakSet[Unplanned]" = weakref.WeakSet()
+"""Those of all planned modules."""
 
 
 class Unplanned:
-    """Notices gradients that come of something else than the plan of one module.
+    """Notices gradients of one module that do not come from its plan.
 
     Args:
         model: The module.
@@ -41,25 +42,26 @@ class Unplanned:
         self._kind, self._training = type(model).__name__, training
         self._warned_of_mode = self._warned_of_checkpoint = False
         self._handles: list[Any] = []
-        self._earlier: dict[int, Callable[[], bool]] = {}  # parameters in graphs of forwards before the plan
+        # Parameters in autograd graphs of forwards before the plan, and whether these graphs are alive.
+        self._earlier: dict[int, Callable[[], bool]] = {}
         self._earlier_backward: int | None = None  # the backward of such a forward
         _watching.add(self)
 
     def wait(self) -> None:
-        """Say so if parameters get gradients before :meth:`planned_call`."""
+        """Warn if parameters get gradients before :meth:`planned_call`."""
         model = self._model()
         if model is None or self._handles:
             return
-        me = weakref.ref(self)
+        me = weakref.ref(self)  # a parameter must not hold it
 
         def arrived(parameter: torch.Tensor) -> None:
-            found = me()
+            mine = me()
             if (
-                found is not None
-                and not found._is_of_earlier_forward(parameter)
-                and not found._is_of_another_plan(parameter)
+                mine is not None
+                and not mine._is_of_earlier_forward(parameter)
+                and not mine._is_of_another_plan(parameter)
             ):
-                found._never_called()
+                mine._never_called()
 
         trained = [p for p in model.parameters() if p.requires_grad and p.is_leaf]
         waiting = [p for p in trained if not is_lazy(p)]  # without a shape a parameter takes no hooks
@@ -75,19 +77,19 @@ class Unplanned:
         return bool(self._handles)
 
     def planned_call(self) -> None:
-        """The plan runs, or is taken out: there is nothing to wait for any more."""
+        """Stop waiting: the plan runs, or is taken out."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._earlier.clear()
 
     def hindered_call(self, hindrance: str, do: str) -> None:
-        """A call runs without the plan; say so, and why, and what to do."""
+        """Warn that a call runs without the plan, why, and what to do."""
         self.planned_call()
         warn(f"{hindrance}: the step runs as it is, without the plan. {do}")
 
     def region_in_checkpoint(self) -> None:
-        """A region is called inside of a checkpoint of the forward's; say so, once."""
+        """Warn, once, that a region is called inside a checkpoint of the forward."""
         if not self._warned_of_checkpoint:
             self._warned_of_checkpoint = True
             warn(
@@ -98,7 +100,7 @@ class Unplanned:
             )
 
     def _is_of_earlier_forward(self, parameter: torch.Tensor) -> bool:
-        """Whether a gradient may be that of a forward that ran before the plan was there: of one backward."""
+        """Whether a gradient may come from a forward that ran before the plan was there. One backward may."""
         alive = self._earlier.get(id(parameter))
         if alive is None or not alive():
             return False
@@ -107,7 +109,7 @@ class Unplanned:
         return self._earlier_backward == autograd.current_backward()
 
     def _is_of_another_plan(self, parameter: torch.Tensor) -> bool:
-        """Whether a plan that has run is for the parameter too: the gradient says nothing of this one."""
+        """Whether another plan that has run trains the parameter too: the gradient may come from that one."""
         mine = self._model()
         for other in list(_watching):
             model = other._model()
@@ -120,14 +122,14 @@ class Unplanned:
             ):
                 continue
             if any(module is mine for module in model.modules()):
-                self.planned_call()  # part of the other, it runs by the other's plan
+                self.planned_call()  # a part of the other module runs by the other plan
                 return True
             if any(p is parameter for p in model.parameters()):
                 return True
         return False
 
     def _is_installed(self, model: torch.nn.Module) -> bool:
-        if "_modules" not in vars(model):  # a copy that failed on the way: it has its plan, and no attributes
+        if "_modules" not in vars(model):  # a copy whose copying failed has its plan, and no attributes
             return False
         return getattr(modules.installed_call(model), "unplanned", None) is self
 
@@ -142,7 +144,7 @@ class Unplanned:
             )
 
     def called_in_other_mode(self, output: Any) -> None:
-        """A call ran without the plan, as the module is in another mode; say so if it is trained."""
+        """Warn if a call is trained that ran without the plan, as the module is in another mode."""
         if self._warned_of_mode:
             return
         loss = find_loss(output)
@@ -163,7 +165,7 @@ class Unplanned:
 
 
 def displaced(model: torch.nn.Module, call: object) -> None:
-    """Say so if something else has been installed in place of a plan (``module.compile()`` does)."""
+    """Warn if something else was installed in place of a plan, as ``module.compile()`` does."""
     installed = modules.installed_call(model)
     if installed is not None and installed is not call and not isinstance(installed, type(call)):
         warn(

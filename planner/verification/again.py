@@ -1,8 +1,8 @@
-"""A second look at what differs on a device whose kernels may differ from run to run.
+"""A second look at tensors that differ, on a device whose kernels may differ from run to run.
 
-A sum that is done in any order is often the same for several steps, and then another. Where the planned step
-differs from the unplanned one, more unplanned steps show more of what can come out. What still differs is
-compared once more while PyTorch runs deterministic kernels: there the bits must be equal.
+A GPU does some sums in any order: the result is often equal for several steps, and then another. Where the
+planned step differs from the unplanned one, more unplanned steps are run, to see how far these are apart.
+Tensors that still differ are compared once more under deterministic kernels, bit for bit.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ MORE_STEPS = 10
 def look_again(
     spread: Spread, planned: Outcome, run_unplanned: Callable[[], Outcome], run_planned: Callable[[], Outcome]
 ) -> None:
-    """Learn more of how far unplanned steps are apart, if a planned one seems to differ from them.
+    """Look again at the tensors in which a planned step seems to differ from unplanned ones.
 
     Args:
-        spread: What is known of it; what is learnt is added.
-        planned: What the planned step left.
+        spread: How far unplanned steps are apart; further ones are added.
+        planned: The outcome of the planned step.
         run_unplanned, run_planned: Run another step from the same state.
     """
     for _ in range(MORE_STEPS):
@@ -47,7 +47,7 @@ def look_again(
 
 @contextlib.contextmanager
 def deterministic_kernels() -> Iterator[None]:
-    """Within this PyTorch runs deterministic kernels where it has them."""
+    """A context in which PyTorch runs deterministic kernels where it has them."""
     kernels = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

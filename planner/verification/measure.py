@@ -1,4 +1,4 @@
-"""What a step takes, measured: its exact peak of memory, and its time."""
+"""Measuring a step: its exact peak of memory, and its time."""
 
 import gc
 import statistics
@@ -23,15 +23,15 @@ class MeasurementError(PlannerError):
 
 @dataclass(frozen=True, slots=True)
 class MemoryMeasurement:
-    """Memory that a step allocated, over what there was when it was entered.
+    """Bytes that a step allocated beyond those that were there when it began.
 
     Attributes:
         peak_bytes: The most at any time.
-        final_bytes: What was still there when it returned, its return value included. Negative where it
-            freed more of what was there before than it left.
-        unsplit_bytes: How much more the peak of ``torch.cuda.max_memory_allocated`` is: it counts the whole
-            of blocks that the caching allocator hands out without splitting off what is left over (up to
-            1 MiB each, unless segments are expandable). 0 on the CPU.
+        final_bytes: The bytes when it returned, its return value included. Negative where it freed more than
+            it left.
+        unsplit_bytes: How much more the peak of ``torch.cuda.max_memory_allocated`` is. It counts whole
+            blocks, from which the caching allocator does not always split off the rest (up to 1 MiB each,
+            unless segments are expandable). 0 on the CPU.
     """
 
     peak_bytes: int
@@ -40,16 +40,16 @@ class MemoryMeasurement:
 
 
 def measure_peak(step: Callable[[], object], device: torch.device | str) -> MemoryMeasurement:
-    """Runs a step once and measures the memory it allocates.
+    """Run a step once and measure the memory that it allocates.
 
-    The figures are exact and count kernels' scratch: they come from the allocator's own events, on the CPU
-    as the profiler records them, on CUDA as the caching allocator's history has them, each block rounded up
-    to 512 bytes. Where such a history is being recorded already they are ``max_memory_allocated``'s.
+    The figures are exact and count workspace. They come from the allocator's own events: on the CPU from the
+    profiler, on CUDA from the caching allocator's history, each block rounded up to 512 bytes. Where somebody
+    records that history already, they are ``max_memory_allocated``'s.
 
     Args:
-        step: What to run. What it returns is held until the measurement has ended, and released then.
-            Run it before: first calls fill caches.
-        device: Whose memory: ``"cpu"`` or a CUDA device.
+        step: The step. Its return value is held until the measurement ends. Run the step once before: first
+            calls fill caches.
+        device: The device whose memory is measured: ``"cpu"`` or a CUDA device.
 
     Raises:
         MeasurementError: a profiler session is open (on the CPU), or the device is of another type.
@@ -82,13 +82,13 @@ def _peak_on_cuda(step: Callable[[], object], device: torch.device) -> MemoryMea
 def measure_seconds(
     steps: Sequence[Callable[[], object]], repeats: int = 5, *, device: torch.device | str = "cpu"
 ) -> list[float]:
-    """Times steps against each other, interleaved, so that a disturbance affects all of them.
+    """Time steps against each other, interleaved, so that a disturbance affects all of them.
 
     Args:
-        steps: What to time. Each is run once before, untimed.
+        steps: The steps. Each is run once before, untimed.
         repeats: How often each is timed.
-        device: On the CPU the process's own time counts, all threads together, and what other processes
-            do does not; on CUDA it is the wall's, from an idle device to an idle device.
+        device: On the CPU the time of this process counts, all threads together; other processes do not
+            disturb it. On CUDA it is wall time, from an idle device to an idle device.
 
     Returns:
         The median seconds of each step.

@@ -1,4 +1,4 @@
-"""What a step leaves, kept on the host, and how far it is from what other steps left."""
+"""Outcomes of steps, kept on the host: losses, gradients, buffers; and how far two of them are apart."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,16 +12,15 @@ from planner.training_step.snapshot import on_host
 from planner.training_step.step import Step, differentiable_outputs, tensors_in
 
 Name = tuple[str, str]
-"""What a tensor is, "loss", "gradient of", "parameter" or "buffer", and its name."""
+"""The kind of a tensor ("loss", "gradient of", "parameter" or "buffer"), and its name."""
 
 
 class Outcome:
-    """What a step leaves: copies, so that the next step cannot change them.
+    """The tensors that a step leaves, as copies that the next step cannot change.
 
     Attributes:
-        tensors: Losses, gradients, buffers and parameters with hooks, by what they are; None for a gradient
-            that is not there.
-        rng: The states of the default random generators, and of others that are given.
+        tensors: Losses, gradients, buffers, and parameters with hooks; None for a gradient that is not there.
+        rng: The states of the default random generators, and of those that are given.
     """
 
     def __init__(self, model: torch.nn.Module, step: Step, generators: Sequence[Any] = ()) -> None:
@@ -40,7 +39,7 @@ def _left(
         yield ("loss", str(i)), loss
     for name, parameter in model.named_parameters():
         yield ("gradient of", name), parameter.grad
-        if all_hooks_on(parameter):  # which may step an optimizer, and let go of the gradient
+        if all_hooks_on(parameter):  # a hook may step an optimizer and free the gradient
             yield ("parameter", name), parameter
     for i, tensor in enumerate(tensors_in((step.args, dict(step.kwargs)))):
         if tensor.requires_grad and (tensor.is_leaf or tensor.retains_grad):
@@ -53,10 +52,10 @@ class Spread:
     """How far unplanned steps are from the first of them, tensor by tensor.
 
     Args:
-        reference: What the first left.
-        allowed: Whether kernels of the device may differ from run to run, as CUDA's, which do some sums in
-            any order. On the CPU they do not, and what differs draws on what cannot be put back. Also an
-            attribute.
+        reference: The outcome of the first.
+        allowed: Whether kernels of the device may differ from run to run, as CUDA's do, which sum in any
+            order. On the CPU kernels do not: a tensor that differs there depends on a state that cannot be
+            put back. Also an attribute.
     """
 
     def __init__(self, reference: Outcome, allowed: bool) -> None:
@@ -66,7 +65,7 @@ class Spread:
         self._settled: set[Name] = set()
 
     def add(self, again: Outcome) -> None:
-        """Another unplanned step."""
+        """Add the outcome of another unplanned step."""
         for name, value in self._reference.tensors.items():
             repeated = again.tensors.get(name)
             if not self.allowed:
@@ -79,17 +78,21 @@ class Spread:
                 self._most[name] = max(self._most.get(name, 0.0), apart)
 
     def agrees(self, name: Name, other: Outcome) -> bool:
-        """Whether a tensor of another step is as far from the first step's as those of unplanned steps."""
-        value, there = self._reference.tensors.get(name), other.tensors.get(name)
-        return name in self._settled or same(value, there, self.of(name))
+        """Whether a tensor of another step is no further from the first step's than unplanned steps' are."""
+        expected, actual = self._reference.tensors.get(name), other.tensors.get(name)
+        return name in self._settled or same(expected, actual, self.of(name))
 
     def differing(self, other: Outcome) -> list[Name]:
         """The tensors of another step that are further from the first step's."""
         return [name for name in self._reference.tensors if not self.agrees(name, other)]
 
     def settle(self, names: Sequence[Name], unplanned: Sequence[Outcome], planned: Sequence[Outcome]) -> None:
-        """Take for equal those of some tensors that are equal, bit for bit, in all of these steps, which were
-        run by deterministic kernels."""
+        """Count as equal the tensors that are equal bit for bit in all steps under deterministic kernels.
+
+        Args:
+            names: The tensors to compare.
+            unplanned, planned: Outcomes of such steps.
+        """
         first, *others = *unplanned, *planned
         for name in names:
             value = first.tensors.get(name)
@@ -105,17 +108,20 @@ class Spread:
         return name not in self._settled and self.of(name) == 0.0
 
     def of(self, name: Name) -> float:
-        """The most that a tensor was from the first step's: 0 where it never was."""
+        """The most that an unplanned step's tensor was apart from the first one's; 0 where it never was."""
         return self._most.get(name, 0.0)
 
     def incomparable(self, name: Name) -> bool:
-        """Whether a tensor differs between unplanned steps as sums in another order do not."""
+        """Whether a tensor differs between unplanned steps by more than another order of sums can."""
         return name in self._differs
 
 
 def distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """The most that elements are apart. Infinite where shapes differ, where NaNs and infinities are in other
-    places, and between booleans that differ."""
+    """The most that two elements are apart.
+
+    It is infinite where shapes differ, where NaNs or infinities are in other places, and between booleans
+    that differ.
+    """
     if same(a, b, 0.0):
         return 0.0
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype or a.dtype is torch.bool:

@@ -35,24 +35,26 @@ from planner.verification.yardstick import Yardstick
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`verify` found.
+    """The findings of :func:`verify`.
 
     Attributes:
-        loss_equal, gradients_equal, buffers_equal, rng_equal: The planned step against the unplanned. Of
-            weights with hooks, which may step an optimizer in the backward, what they are then counts too.
-        exact: Whether equality was bit for bit. On CUDA differences are compared with those between
-            unplanned steps, where PyTorch itself is not deterministic; what differs more must be equal bit
-            for bit while PyTorch runs deterministic kernels. Of a plan that Inductor runs the
-            distance from the step in double precision is compared: at most twice that of an unplanned one.
-        measured_dynamic_peak_bytes, predicted_dynamic_peak_bytes: Of the planned step, over entry.
-        baseline_measured_dynamic_peak_bytes, baseline_predicted_dynamic_peak_bytes: Of the unplanned.
+        loss_equal, gradients_equal, buffers_equal, rng_equal: Whether the planned step left the same as the
+            unplanned one. Weights with hooks count among the gradients: a hook may step an optimizer.
+        exact: Whether equality was bit for bit. Where PyTorch itself is not deterministic, on CUDA,
+            differences are compared with those between unplanned steps; a tensor that differs more must be
+            equal bit for bit under deterministic kernels. With a plan that Inductor runs, the distance from
+            the step in double precision is compared: it may be twice that of an unplanned step.
+        measured_dynamic_peak_bytes, predicted_dynamic_peak_bytes: Those of the planned step.
+        baseline_measured_dynamic_peak_bytes, baseline_predicted_dynamic_peak_bytes: Those of the unplanned
+            step.
         unsplit_bytes, baseline_unsplit_bytes: How much more ``torch.cuda.max_memory_allocated`` counts in
-            these steps: what the caching allocator does not split off its blocks. 0 on the CPU.
-        measured_peak_bytes: Planned, with what is resident.
-        budget_bytes: What the plan was made for; None for "min".
+            these steps, see :class:`~planner.verification.measure.MemoryMeasurement`. 0 on the CPU.
+        measured_peak_bytes: The measured peak of the planned step, resident bytes included.
+        budget_bytes: The budget of the plan; None for "min".
         seconds, baseline_seconds: Median of interleaved steps; process time on CPU.
-        overheads: Extra time of the planned step in each timed pair, relative: how sure `overhead` is.
-        problems: A line for everything that is not as promised; empty if all is.
+        overheads: Extra time of the planned step in each timed pair, relative: they tell how sure `overhead`
+            is.
+        problems: A line for every broken promise; empty if there is none.
     """
 
     loss_equal: bool
@@ -104,18 +106,19 @@ def verify(
 
     Args:
         model: The module, planned or not. It is left as it was: parameters, gradients, buffers, attributes,
-            random generators, and whether a plan is installed. So is what the inputs, the loss and hooks on
-            weights refer to; hooks after accumulation that refer to what cannot be put back do not run.
+            random generators, and whether a plan is installed. So are the objects that the inputs, the loss
+            and hooks on weights refer to. A hook after accumulation does not run if it refers to an object
+            that cannot be put back.
         args, kwargs: Inputs of the step, in any form that :func:`planner.plan` takes.
         plan: The plan to verify; None for the one that is installed.
         loss: As for :func:`planner.plan`.
         outputs: Whether the measured steps hold the module's outputs while backward runs, as for
-            :func:`planner.plan`; None for what the plan was made for.
+            :func:`planner.plan`; None: as planned.
         repeats: Timed steps of each kind; 0 measures no time.
         progress: Called with a text and a fraction from 0 to 1.
 
     Raises:
-        InputError: If model, inputs, loss or plan are in no form that can be read.
+        InputError: If model, inputs, loss or plan cannot be read.
         PlanMismatch: If there is no plan, or it is for another model.
     """
     report = at_stages(progress)
@@ -162,13 +165,13 @@ def verify(
         step.run(model)
         before.drop_gradients()
         fresh_inputs.restore()  # each step of training has its own
-        before.generators.restore()  # what random numbers decide takes the path that was planned
-        state = StepSnapshot.take(model, step, "module", earlier=before)  # with what a first forward caches
+        before.generators.restore()  # a path that random numbers decide is then the planned one
+        state = StepSnapshot.take(model, step, "module", earlier=before)  # with the caches of a first forward
         taken, unplanned = 0, _unplanned_steps(device)
         stages = 5 + unplanned + 2 * (repeats + 1)
 
         def restore() -> None:
-            torch.clear_autocast_cache()  # each step is one in a region of its own
+            torch.clear_autocast_cache()  # in training each step is in an autocast region of its own
             state.restore()
             state.drop_gradients()
             make_dropout_states(model)
@@ -177,7 +180,7 @@ def verify(
 
         def put(call: Callable[..., Any] | None) -> None:
             if call is planned:
-                planned.put_back_in()  # regions are parts' attributes, which are restored
+                planned.put_back_in()  # restoring attributes has removed its regions
             else:
                 modules.install_call(model, call)
 
@@ -210,7 +213,7 @@ def verify(
             modules.install_call(model, None)
             options = plan.target.backend_options
             yardstick = Yardstick(model, step, options, restore, reference)
-        outcome(planned)  # a first planned step captures
+        outcome(planned)  # the first planned step captures, and is not compared
         second = outcome(planned)
         if yardstick is None and spread.allowed:
             look_again(spread, second, partial(outcome, original), partial(outcome, planned))
@@ -250,9 +253,9 @@ def verify(
 
 
 def _added_to(plan: PlanRecord, model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that have gradients when a step begins, which the plan counts and the step adds to.
+    """The parameters that have gradients when a step begins: the plan counts them, the step adds to them.
 
-    Inductor's steps are compared with one in double precision, which begins without.
+    None with Inductor: its steps are compared with one in double precision, which begins without gradients.
     """
     if not plan.resident.gradient_bytes or plan.target.backend == "inductor":
         return []
@@ -263,8 +266,8 @@ def _added_to(plan: PlanRecord, model: torch.nn.Module) -> list[torch.nn.Paramet
 _AS_PREDICTED = 0.01
 """How far a peak may be over its prediction, relative, where no budget bounds it."""
 NOT_TWICE = (
-    "; so does that of a second step without the plan: the module draws on what cannot be put back, "
-    "and its steps cannot be compared"
+    "; so does that of a second step without the plan: the module depends on a state that cannot be put "
+    "back, and its steps cannot be compared"
 )
 
 
@@ -282,8 +285,8 @@ def _report(
     for name, value in reference.tensors.items():
         exact = exact and spread.exact(name)
         kind, called = name
-        there = planned.tensors.get(name)
-        if not (spread.agrees(name, planned) if yardstick is None else yardstick.holds(name, there)):
+        planned_value = planned.tensors.get(name)
+        if not (spread.agrees(name, planned) if yardstick is None else yardstick.holds(name, planned_value)):
             equal[kind] = False
             alone = NOT_TWICE if spread.incomparable(name) else ""
             problems.append(f"{kind} {called} differs: {difference(value, planned.tensors.get(name))}{alone}")
@@ -293,8 +296,8 @@ def _report(
     measured_total = plan.resident.total + peak.peak_bytes
     budget, whole = plan.target.budget_bytes, plan.whole_step
     if plan.target.parallel is not None:
-        budget = None  # it is one rank's, and this process holds the whole
-    around = 0  # what a plan for a GPU counts besides is not there where it is verified on the CPU
+        budget = None  # the budget is for one rank, and this process holds the whole model
+    around = 0  # libraries, fragmentation and context, which are not there on the CPU
     if whole is not None and device.type == "cuda":
         around = whole.library_bytes + whole.fragmentation_bytes + whole.context_bytes
     if budget is not None and measured_total + around > budget:

@@ -1,7 +1,7 @@
-"""How far a step that Inductor compiled may be from an exact one: as far as unplanned ones are, twice.
+"""How far a planned step that Inductor compiled may be from the step in double precision.
 
 Inductor fuses operations and rounds differently from eager, with a plan and without. So equality cannot be
-asked for; what is compared is the distance from the same step in double precision.
+asked for. The planned step may be at most twice as far from the exact step as an unplanned one is.
 """
 
 import contextlib
@@ -17,18 +17,18 @@ from planner.training_step.step import Step, map_tensors
 from planner.verification.outcomes import Name, Outcome, distance, same
 
 _ROUNDINGS = 8
-"""What is this many times the precision of a tensor's largest element apart is not apart."""
+"""Differences up to this many roundings of a tensor's largest element count as none."""
 
 
 class Yardstick:
-    """The step in double precision, and unplanned ones in the module's own.
+    """The outcomes of the step in double precision, and of unplanned steps in the module's own precision.
 
     Args:
-        model: The module, as it is without a plan.
+        model: The module, without a plan.
         step: Its step.
         options: Options of Inductor.
-        restore: Puts back what a step changes, before each.
-        eager: What the unplanned eager step left.
+        restore: Puts back the state from which each step begins.
+        eager: The outcome of the unplanned eager step.
     """
 
     def __init__(

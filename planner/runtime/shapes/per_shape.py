@@ -1,8 +1,7 @@
 """A graph of symbolic sizes, compiled for numbers instead.
 
-Some operators cannot be traced at symbolic sizes, some are traced into others than at numbers, and gradients
-have no strides of their own there. Such a graph is compiled for each shape that comes, a few times; for
-shapes beyond that there is something else.
+Some operators cannot be traced at symbolic sizes, others are traced into other operators, and the strides of
+gradients are not known there. Such a graph is compiled for each shape that comes, up to a number of shapes.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 MOST_SHAPES = 8
-"""For how many shapes one graph is compiled."""
+"""So many shapes one graph is compiled for."""
 
 
 class StaticShapes:
@@ -19,8 +18,8 @@ class StaticShapes:
 
     Args:
         compile_: Compiles the graph for inputs with data.
-        otherwise: Runs it for shapes beyond those that it is compiled for.
-        beyond: Called with these, once for each.
+        otherwise: Runs the graph for all further shapes.
+        beyond: Called once for each further shape, with its sizes.
     """
 
     def __init__(

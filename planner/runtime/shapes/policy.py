@@ -1,14 +1,14 @@
-"""Inputs of other shapes than those that were planned.
+"""Inputs of other shapes than planned: does their memory fit, and what if not?
 
-A planned module runs any shape by the plan's schedule. What it looks at here is memory: sizes that are
-nowhere larger than planned ones take no more, for others the step is captured again at their sizes and the
-plan's schedule simulated there. Then the user gets a warning with the peak, another plan, or an error.
+A planned module runs any shape by the plan's schedule; its memory is judged here. Shapes that are nowhere
+larger than planned take no more. For others the step is captured again without data, and the plan's schedule
+is simulated there. Then the user gets a warning with the peak, a new plan, or an error.
 
-Inputs that grow step by step do not get a plan each: one that was made before runs them where it fits, and
-the last of a few plans is for the least memory.
+Inputs that grow step by step do not get a plan each: an earlier plan runs them where it fits, and the last of
+a few plans is made for the least memory.
 
-Data may lead a forward along a path that the plan has not seen, at any shape. With "replan" it is planned
-before the next step, where the plan there is does not fit.
+Data may lead a forward along a path that the plan has not seen, at any shape. With "replan" that path is
+planned before the next step, unless the old plan fits it.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from planner.planning.options import options_of
 from planner.planning.prepare import Prepared, prepare
 from planner.runtime.first_forward import OtherPaths
 from planner.runtime.own_errors import is_meant
-from planner.runtime.shapes.enlarged import repeated
+from planner.runtime.shapes.arguments import repeated
 from planner.runtime.shapes.program import Compiled, Others, Program, Shapes, covers, structures_of_plan
 from planner.runtime.shapes.schedule_at import schedule_at
 from planner.training_step.inputs import names_of_parameters
@@ -49,15 +49,14 @@ MOST_PATHS = 4
 """For how many paths that the plan has not seen a module is looked at; each takes as long as planning."""
 
 MORE_THAN_LEAST = 1.1
-"""With a budget of "min" what takes no more than this times the least of an earlier plan is not planned
-again: the least of larger inputs is no lower."""
+"""With a budget of "min", larger inputs run by an earlier plan if they take at most this times its peak."""
 
 
 def checked(policy: str) -> OnNewShape:
-    """A policy that was given by name.
+    """The policy of a name.
 
     Raises:
-        ValueError: There is none of that name.
+        ValueError: There is no such policy.
     """
     if policy not in get_args(OnNewShape):
         raise ValueError(f"on_new_shape is {policy!r}; expected one of {', '.join(get_args(OnNewShape))}")
@@ -74,9 +73,10 @@ class NewShapes:
     Args:
         model: The module.
         plan: The plan that was applied.
-        policy: What to do, see :data:`OnNewShape`.
-        compile_: Makes the compiled forwards of a plan, for the planned shape and for others; they may ask
-            whether others have come, and say that a path was taken that the plan has not seen.
+        policy: See :data:`OnNewShape`.
+        compile_: Makes the compiled forwards of a plan, for the planned shape and for others. It gets a
+            function that tells whether other shapes have come, and an object to note paths that the plan has
+            not seen.
         loss: As for :func:`planner.plan`; None for the one that the plan was made with.
     """
 
@@ -97,7 +97,7 @@ class NewShapes:
         self._planned_strides = self._strides(plan.model.inputs)
         self._warned_of_strides = self._warned_of_gradients = False
         self._with_gradients = self._requiring_gradients(plan.model.inputs)
-        self._refused = {frozenset(self._with_gradients): ""}  # why, by the inputs that require gradients
+        self._refused = {frozenset(self._with_gradients): ""}  # inputs that require gradients -> why refused
         self._others = Others()
         self._programs = [self._program(plan, self._planned)]
         self._predictions = self._paths = 0
@@ -122,7 +122,7 @@ class NewShapes:
             )
         self._look_at_gradients_inside(records, args, kwargs)
         self._others.came = self._others.came or shapes != self._planned
-        # What Inductor emits for smaller shapes may take more: its programs are looked at one by one.
+        # Inductor's programs for smaller shapes may take more, so each shape is looked at.
         fit = operator.eq if self._target.backend == "inductor" else covers
         for program in self._of(shapes):
             if any(fit(known, shapes) for known in program.covered):
@@ -135,10 +135,11 @@ class NewShapes:
         return any(program.paths.met for program in self._programs)
 
     def look_at_path(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Plan again for arguments whose forward took an unseen path, where the plan there is does not fit.
+        """Plan again for arguments whose forward took an unseen path, unless the plan fits that path too.
 
-        Data decide which path a forward takes: a mask of which all is set, or not. That is not known before
-        a step, so one plan is to fit all; it is for the path that takes most, at the largest sizes.
+        Data decide the path of a forward: a mask may be set everywhere, or not. A step's path is not known
+        before the step, so one plan has to fit all paths: it is made for the one that takes most, at the
+        largest sizes.
 
         Returns:
             Whether another plan runs from now on.
@@ -152,7 +153,7 @@ class NewShapes:
         try:
             prepared, shapes = self._at_most_sizes(args, kwargs, program, seen)
             found = _captured(prepared) - seen - program.paths.fitting
-            if not found:  # chance decides
+            if not found:  # chance decides the path, and took a known one this time
                 return False
             if self._fitting(prepared, [program]) is not None:
                 program.paths.fitting |= found
@@ -177,11 +178,12 @@ class NewShapes:
     def _at_most_sizes(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program, seen: set[str]
     ) -> tuple[Prepared, Shapes]:
-        """A step on a path of its own, at the largest sizes that a program runs if it takes it there too."""
+        """The step on its unseen path: at the largest sizes of a program, or, if it takes another path there,
+        at its own."""
         shapes = self._shapes_of(args, kwargs)
         most = max(program.covered, key=lambda known: sum(map(math.prod, known.values())))
         if most != shapes and covers(most, shapes):
-            with contextlib.suppress(Exception):  # what is repeated may be no input of the model
+            with contextlib.suppress(Exception):  # the model may refuse repeated inputs
                 larger = repeated(args, kwargs, map(most.get, shapes))
                 prepared = self._prepare(*larger)
                 if not _captured(prepared) <= seen:
@@ -238,12 +240,12 @@ class NewShapes:
         return first
 
     def _taken_by(self, program: Program, prepared: Prepared) -> tuple[int, int]:
-        """The dynamic peak of a program's schedule at the sizes of a step, and its whole step's bytes."""
+        """The dynamic peak of a program's schedule at the sizes of a step, and bytes of the whole step."""
         peak, whole = _taken(program.plan, prepared)
         return peak, whole.total_bytes + self._unknown_optimizer_bytes()
 
     def _of(self, shapes: Shapes) -> list[Program]:
-        """The programs that may run some shapes: if others can be planned, those for the same tensors."""
+        """The programs that may run some shapes: all, or, if a new plan may be made, those of equal names."""
         any_of_them = self._policy != "replan" or len(self._programs) >= MOST_PLANS
         return [p for p in self._programs if any_of_them or p.planned.keys() == shapes.keys()]
 
@@ -275,24 +277,24 @@ class NewShapes:
         if other and not self._warned_of_gradients:
             self._warned_of_gradients = True
             warn(
-                f"{min(other)} requires a gradient, and did not when the plan was made: neither that nor "
-                "what leads to it is predicted, and the step may take more. Plan with inputs that require "
-                "gradients where those of training do"
+                f"{min(other)} requires a gradient, and did not when the plan was made: neither that "
+                "gradient nor the backward that leads to it is predicted, and the step may take more. Plan "
+                "with inputs that require gradients where those of training do"
             )
 
     def _look_at_gradients_inside(
         self, records: Sequence[TensorRecord], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """See that a step can be planned whose inputs that require gradients are others than planned.
+        """Check that a step can be planned where other inputs require gradients than planned.
 
-        A forward that makes its inputs require gradients, to differentiate by them, runs in other pieces
-        where they did before.
+        A forward that differentiates by its inputs makes them require gradients. Where they do so already it
+        may be captured as other graphs.
 
         Raises:
-            CaptureError: It cannot.
+            CaptureError: The step cannot be planned.
         """
         if self._target.backend == "replay":
-            return  # which runs it as it is written
+            return  # replays run any forward as it is written
         requiring = frozenset(self._requiring_gradients(records))
         if requiring not in self._refused:
             self._refused[requiring] = ""
@@ -311,7 +313,7 @@ class NewShapes:
         return dict(self._named((r.path, tuple(r.strides or ())) for r in records))
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
-        # Unless it is planned again, only bytes are wanted.
+        # Only a new plan needs measured seconds; a prediction needs bytes alone.
         options = self._options if self._policy == "replan" else replace(self._options, costs="roofline")
         step = Step.of(self._model, args, kwargs, options.loss, options.outputs)
         return prepare(self._model, step, options)
@@ -330,7 +332,7 @@ class NewShapes:
         last = len(self._programs) >= MOST_PLANS - 1
         made = plan_prepared(prepared, "min" if last and budget is not None else left)
         if budget is not None and _total(made) + unknown > budget:
-            made = plan_prepared(prepared, left)  # which says what the least is
+            made = plan_prepared(prepared, left)  # its error says what the least peak is
         end = (
             f"; inputs grew so often that {MOST_PLANS} plans were made: this one, for the least memory, is "
             "for larger ones too. Plan for the largest inputs at first"
@@ -342,11 +344,11 @@ class NewShapes:
         return made
 
     def _unknown_optimizer_bytes(self) -> int:
-        """Optimizer state that the plan counts, where the optimizer itself is not known any more."""
+        """Bytes of optimizer state in the plan, where the optimizer itself is not known, as from a file."""
         return self._optimizer_bytes if self._options.optimizer is None else 0
 
     def _named(self, shapes: Any) -> Iterator[tuple[str, Any]]:
-        """Paths by the names of parameters, whether these were given by position or by name."""
+        """The same pairs, with the name of the parameter at the head of each path, however it was passed."""
         for path, shape in shapes:
             kind, _, rest = path.partition("[")
             inside, _, deeper = rest.partition("]")

@@ -1,4 +1,4 @@
-"""A way to run a module: a plan, compiled, and the shapes and paths that it is known to fit."""
+"""A program: a plan, compiled, and the shapes and paths that it is known to fit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ Compiled = Callable[..., Any]
 
 @dataclass
 class Program:
-    """A way to run the module: a plan, and what has been found to fit its memory.
+    """A plan, compiled, with the shapes and paths that are known to fit its memory.
 
     Attributes:
         plan: The plan.
         planned: The shapes that it was made for.
         run_planned: The compiled forward for these: called with the module, arguments and keyword arguments.
-        run_others: The compiled forward for others.
-        covered: Shapes that are known to run as the warnings said; what is nowhere larger than one of
-            them does so too.
-        paths: What is known of paths of the forward that the plan has not seen.
+        run_others: The compiled forward for other shapes.
+        covered: Shapes that need no further look: they fit, or the user was warned of them. Shapes that are
+            nowhere larger than one of these need none either.
+        paths: The paths of the forward that the plan has not seen.
     """
 
     plan: PlanRecord
@@ -40,9 +40,10 @@ class Program:
 
 
 class Others:
-    """Whether other shapes have come than those that were planned.
+    """Whether shapes have come that were not planned.
 
-    What was compiled asks it, and PyTorch holds that as long as the module: it must not refer to it.
+    Compiled code asks it, and PyTorch holds compiled code as long as the module: it must not refer to the
+    module.
     """
 
     came = False
@@ -60,5 +61,5 @@ def covers(known: Mapping[str, tuple[int, ...]], shapes: Shapes) -> bool:
 
 
 def structures_of_plan(plan: PlanRecord) -> set[str]:
-    """Structures of all graphs that a plan has seen."""
+    """The structures of all graphs of a plan."""
     return {*(graph.structure for graph in plan.graphs), *plan.forward_only}

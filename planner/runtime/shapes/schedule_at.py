@@ -1,4 +1,4 @@
-"""A plan's schedule, for a step that was captured again."""
+"""A plan's schedule for a step that was captured again, at other shapes perhaps."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from solvers.model.indices import BaseOp, RowId, numbered
 
 
 def schedule_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedule]:
-    """A plan's schedule for a step that was captured again, at other shapes perhaps.
+    """A plan's schedule in the problem of another capture of the step.
 
     Returns:
         The step with the masks packed that the plan packs, and the schedule of its problem.
@@ -32,12 +32,12 @@ def schedule_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedul
         return _replayed_at(plan, prepared)
     captured, sources = prepared.captured, prepared.problem.sources
     executions = Counter(graph for graph, _ in {(s.graph, s.instance) for s in sources})
-    there = [i for i, g in enumerate(captured.graphs) if g.joint is not None and not g.places]
+    homes = [i for i, g in enumerate(captured.graphs) if g.joint is not None and not g.places]
     planned = [graph for graph in plan.graphs if not graph.places]
-    if len(there) != len(planned):
-        raise PlanMismatch(f"it is captured as {len(there)} graphs, the plan has {len(planned)}")
+    if len(homes) != len(planned):
+        raise PlanMismatch(f"it is captured as {len(homes)} graphs, the plan has {len(planned)}")
     decided: list[list[tuple[Sequence[int], Sequence[int]]]] = [[] for _ in captured.graphs]
-    for home, graph in zip(there, planned, strict=True):
+    for home, graph in zip(homes, planned, strict=True):
         programs = [plan.graphs[i].by_execution[n] for i, n in runs_of(plan, graph)]
         for i, places in captured.places_of(home, executions).items():
             joint = captured.graphs[i].joint
@@ -83,8 +83,13 @@ def _replayed_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedu
 def schedule_of(
     problem: Problem, captured: CapturedStep, sequences: Sequence[Sequence[Sequence[int]]]
 ) -> Schedule:
-    """The schedule in which the backward of every captured graph runs a sequence of its operations for each
-    execution; the last one's for those beyond."""
+    """The schedule that runs given sequences of operations in the backwards of graphs.
+
+    Args:
+        problem: The problem.
+        captured: The captured step.
+        sequences: For each graph, a sequence for each execution; further executions take the last one.
+    """
     sources = problem.sources
     rows = {(s.graph, s.instance, s.op): row for row, s in numbered(BaseOp, sources) if s.graph >= 0}
     begun: set[tuple[int, int]] = set()
