@@ -1,9 +1,9 @@
 """Segments that are reserved before a training loop begins, so that less is lost between blocks.
 
-The caching allocator takes segments as requests come, and what no later request can use of them is lost. Where
-all requests are known beforehand, a few segments suffice that together are hardly larger than what is in use at
-once: a block of that size is allocated and freed before the first step, its segment stays reserved, and requests
-are cut out of it. Which sizes these are to have is searched for by simulating the large blocks of the loop.
+The caching allocator takes segments as requests come, and what no later request can use of them is lost.
+Where all requests are known beforehand, a few segments suffice that together are hardly larger than what is
+in use at once: a block of that size is allocated and freed before the first step, its segment stays reserved,
+and requests are cut out of it. Which sizes these have is searched for by simulating the loop's large blocks.
 Blocks of at most 1 MiB lie in segments of 2 MiB of their own, with an arena as without.
 """
 
@@ -42,6 +42,10 @@ class Recorder:
         self.events: list[Event] = []
         self._count = 0
 
+    def count_from(self, other: "Recorder") -> None:
+        """Number blocks on from those of another one, so that these can be freed here."""
+        self._count = other._count
+
     def malloc(self, size: int) -> int:
         """The number of a large block; 0 for others."""
         wanted = _SETTINGS.block_bytes(size)
@@ -55,7 +59,7 @@ class Recorder:
         """Free a block by its number."""
         if not number:
             return
-        if self.events[-1][0] == number:
+        if self.events and self.events[-1][0] == number:
             self.events[-1] = (_AT_ONCE, self.events[-1][1])
         else:
             self.events.append((number, 0))
@@ -63,8 +67,8 @@ class Recorder:
 
 @dataclass
 class LargePool:
-    """The large pool of :class:`planner.allocator.caching_allocator.CachingAllocator` at default settings, for
-    one stream, where only what is reserved is of interest: several times as fast.
+    """The large pool of :class:`planner.allocator.caching_allocator.CachingAllocator` at default settings,
+    for one stream and without addresses that mean anything: several times as fast.
 
     Attributes:
         reserved_bytes: Of its segments.
@@ -264,8 +268,8 @@ def most_in_use(events: Iterable[Event]) -> int:
 
 
 def _segments(sizes: Iterable[float]) -> tuple[int, ...]:
-    """Segments of about these sizes, as PyTorch would make them: each larger than those before it, as it would
-    else be cut out of one of these."""
+    """Segments of about these sizes, as PyTorch makes them. Each is larger than those before it: else it would
+    be cut out of one of these."""
     found: list[int] = []
     for size in sorted(sizes):
         if size >= MIN_LARGE_REQUEST:

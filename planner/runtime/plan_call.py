@@ -11,6 +11,7 @@ from planner._torch.tracing.hindrances import END_IT, hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
 from planner.compiled.calls import Calls
 from planner.planfile.plan import PlanRecord
+from planner.runtime.arena import Arena
 from planner.runtime.ddp import Ranks
 from planner.runtime.earlier_gradients import EarlierBytes, EarlierGradients
 from planner.runtime.installed import InstalledCall, install
@@ -34,7 +35,7 @@ class PlanCall(InstalledCall):
 
     Attributes:
         plan: The plan.
-        on_new_shape, loss: As they were given to :func:`planner.runtime.install.apply`.
+        on_new_shape, loss, arena: As they were given to :func:`planner.runtime.install.apply`.
         when_accumulating: Asked where gradients are there already when a step begins, and the plan is for
             none.
         when_changed: Asked before every step, where what trains may have changed.
@@ -51,6 +52,7 @@ class PlanCall(InstalledCall):
         on_new_shape: OnNewShape = "reapply",
         loss: Loss | None = None,
         *,
+        arena: bool = True,
         unpickled: Callable[..., Any],
     ) -> None:
         """
@@ -59,6 +61,8 @@ class PlanCall(InstalledCall):
         """
         super().__init__(model, previous, plan.model.training)
         self.plan, self.on_new_shape, self.loss, self._unpickled = plan, on_new_shape, loss, unpickled
+        self.arena = arena
+        self._arena = Arena.of(plan.whole_step if arena else None, plan.resident)
         self._ranks = Ranks(plan, on_new_shape)
         self.when_accumulating: Instead | None = None
         self.when_changed: Instead | None = None
@@ -74,11 +78,19 @@ class PlanCall(InstalledCall):
         raise NotImplementedError
 
     def install_in(self, copied: torch.nn.Module) -> None:
-        again = type(self)(copied, self.plan, None, self.on_new_shape, self.loss, unpickled=self._unpickled)
+        again = type(self)(
+            copied,
+            self.plan,
+            None,
+            self.on_new_shape,
+            self.loss,
+            arena=self.arena,
+            unpickled=self._unpickled,
+        )
         install(copied, again)
 
     def pickled(self) -> tuple[Any, ...]:
-        return self._unpickled, self.plan.dumps(), self.on_new_shape
+        return self._unpickled, self.plan.dumps(), self.on_new_shape, self.arena
 
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +173,9 @@ class PlanCall(InstalledCall):
         self._earlier = None
 
     def _begin(self) -> None:
-        """Look at the path that the step before took, where the plan had not seen it."""
+        """Have the arena there, and look at the path that the step before took, where the plan had not seen
+        it."""
+        self._arena.before_step(self._model)
         if self._strayed is not None:
             if self._shapes.look_at_path(*self._strayed):
                 self._programs.clear()
