@@ -162,8 +162,7 @@ def find_arena(before: Sequence[Event], loop: Sequence[Event], most_events: int 
         most_events: How many of these are simulated in all.
     """
     search = _Search(before, loop, most_events)
-    if loop:
-        search.run()
+    search.run()
     return Arena(search.best, search.without_bytes - search.best_bytes)
 
 
@@ -189,6 +188,8 @@ class _Search:
 
     def run(self) -> None:
         """Search until as little is reserved as is in use, or all tries are spent."""
+        if self._peak < MIN_LARGE_REQUEST:
+            return  # less than any segment would be
         for share in _SHARES:
             if self._done():
                 return
@@ -268,8 +269,8 @@ def most_in_use(events: Iterable[Event]) -> int:
 
 
 def _segments(sizes: Iterable[float]) -> tuple[int, ...]:
-    """Segments of about these sizes, as PyTorch makes them. Each is larger than those before it: else it would
-    be cut out of one of these."""
+    """Segments of about these sizes, as PyTorch makes them. Each is larger than those before it: else it
+    would be cut out of one of these."""
     found: list[int] = []
     for size in sorted(sizes):
         if size >= MIN_LARGE_REQUEST:
