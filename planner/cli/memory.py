@@ -82,7 +82,10 @@ def snapshot_command(
         if plan is not None:
             packing, schedule = schedule_at(plan, prepared)
             allocations = planned_allocations(packing.problem.graph, schedule)
-        recorded = record(prepared.footprint.loop(allocations), settings)
+        loop = prepared.footprint.loop(allocations)
+        if plan is not None and plan.whole_step is not None and not settings.expandable_segments:
+            loop = replace(loop, arena=tuple(plan.whole_step.arena))
+        recorded = record(loop, settings)
         if output.endswith(".json"):
             content = json.dumps(chrome_trace(recorded)).encode()
         else:
