@@ -103,9 +103,10 @@ def table(document: dict[str, Any]) -> str:
         "Memory is the peak of allocated bytes that forward and backward add to what is there before, by",
         "the allocator's own events: each block as large as was asked for, rounded up to 512. Unsplit is",
         "how much more `torch.cuda.max_memory_allocated` counts: what the caching allocator does not split",
-        "off its blocks. Reserved is all that it has, of plans with their arena; otherwise, of plans without",
-        "it, and of the unplanned step with one (`planner.reserve`). Replayed is what its simulation reserves",
-        "for the events that it recorded. Seconds are of a step among five in a row, between two waits for the GPU.",
+        "off its blocks. Reserved is all that it has, of plans with their arena; otherwise, of plans",
+        "without it, and of the unplanned step with one (`planner.reserve`). Replayed is what its simulation",
+        "reserves for the events that it recorded. Seconds are of a step among five in a row, between two",
+        "waits for the GPU.",
         *_calibrated(document.get("calibration")),
         "",
         "| model | precision | way | predicted | measured | error | unsplit | reserved, predicted | reserved "
