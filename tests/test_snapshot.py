@@ -185,7 +185,7 @@ def test_a_recorded_run_is_told_of_segments_reserved_beforehand(tmp_path: Path) 
     path.write_bytes(pickle.dumps(snapshot(record(TrainingLoop((40 * M,), allocations)))))
     result = CliRunner().invoke(app, ["replay", str(path)])
     said = (
-        "with one segment of 90.0 MiB reserved beforehand: 210.0 MiB -> 130.0 MiB reserved, by the defaults"
+        "with one segment of 130.0 MiB reserved beforehand: 210.0 MiB -> 130.0 MiB reserved, by the defaults"
     )
     assert said in " ".join(result.stdout.split())
 
