@@ -22,7 +22,7 @@ _NEAR = 1 / 500
 """Of the most that is in use: nearer to it nothing is searched for."""
 _PATIENCE = 60
 """Tries that improve nothing before the search begins anew from other segments."""
-_SHARES = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, -0.01, -0.02, 0.07, 0.1)
+_SHARES = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, -0.01, -0.02, -0.03, -0.05, -0.1, -0.15, -0.2)
 """What single segments are larger by than the most that is in use."""
 
 Event = tuple[int, int]
