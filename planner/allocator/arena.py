@@ -16,7 +16,7 @@ from planner.allocator.settings import LARGE_ROUNDING, MIN_LARGE_REQUEST, SMALL_
 
 _SETTINGS = AllocatorSettings()
 MOST_SEGMENTS = 6
-MOST_EVENTS = 400_000
+MOST_EVENTS = 500_000
 """Allocations and frees that a search simulates; the try that reaches so many is the last."""
 _NEAR = 1 / 500
 """Of the most that is in use: nearer to it nothing is searched for."""
@@ -240,7 +240,7 @@ class _Search:
         """The segments, one of them of another size, cut in two, or joined to another."""
         draw, found = self._random, list[float](segments)
         at, to, block = draw.randrange(len(found)), draw.randrange(len(found)), draw.choice(self._blocks)
-        way = draw.choice(("size", "move", "cut", "join"))
+        way = draw.choice(("size", "move", "move", "cut", "join"))
         if way == "move" and at != to:
             found[at] -= block
             found[to] += block
