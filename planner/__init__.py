@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from planner.blocks.decorators import checkpointable, no_recompute, recompute
     from planner.estimation.comparison import compare
     from planner.estimation.estimate import estimate
+    from planner.estimation.reserve import reserve
     from planner.estimation.suggest import suggest
     from planner.lazy.auto_checkpoint import auto_checkpoint
     from planner.lazy.step import step
@@ -56,6 +57,7 @@ _HOMES = {
     "prepare": "planner.api",
     "recompute": "planner.blocks.decorators",
     "remove": "planner.runtime.install",
+    "reserve": "planner.estimation.reserve",
     "step": "planner.lazy.step",
     "suggest": "planner.estimation.suggest",
     "sweep": "planner.api",
@@ -86,6 +88,7 @@ __all__ = [
     "prepare",
     "recompute",
     "remove",
+    "reserve",
     "step",
     "suggest",
     "sweep",

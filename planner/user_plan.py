@@ -100,6 +100,7 @@ class Plan(PlanRecord):
         *,
         on_new_shape: "OnNewShape" = "reapply",
         loss: "Loss | None" = None,
+        arena: bool = True,
         backend_options: Mapping[str, bool | int | float | str] | None = None,
     ) -> "nn.Module":
         """Make the module train by this plan, in place.
@@ -115,6 +116,10 @@ class Plan(PlanRecord):
                 after; "error" refuses every shape but the planned one, before anything is computed.
             loss: as for `planner.plan`, to predict peaks; None for the one that the plan was made with,
                 which a plan that was read from a file does not know.
+            arena: whether a GPU's caching allocator is made to reserve the segments that the plan states
+                (`plan.whole_step.arena`) before the first step, and again where they were given back, as by
+                `torch.cuda.empty_cache()`. Without them it may reserve more: `plan.whole_step` says how much.
+                With expandable segments, and on the CPU, none are reserved in any case.
             backend_options: of a plan that was read from a file, options of Inductor that it was made with
                 and that decide more than which code is generated, as they were given to `planner.plan`. A
                 file alone cannot set these.
@@ -133,7 +138,12 @@ class Plan(PlanRecord):
         from planner.training_step.inputs import check_loss
 
         return apply(
-            self, model, on_new_shape=on_new_shape, loss=check_loss(loss), backend_options=backend_options
+            self,
+            model,
+            on_new_shape=on_new_shape,
+            loss=check_loss(loss),
+            arena=arena,
+            backend_options=backend_options,
         )
 
 

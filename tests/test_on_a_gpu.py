@@ -291,3 +291,39 @@ def test_made_up_data_stop_no_kernel(function: Callable[[torch.Tensor], torch.Te
         model, x = Chosen(), torch.randn(32, 64)
     report = planner.verify(model, args=(x,), plan=planner.plan(model, args=(x,), budget="min"), repeats=0)
     assert report.ok, report.problems
+
+
+def test_what_a_plan_reserves_is_its_arena() -> None:
+    layers = [nn.Linear(512 + 64 * (i % 3), 512 + 64 * ((i + 1) % 3)) for i in range(9)]
+    model = nn.Sequential(*(nn.Sequential(layer, nn.GELU()) for layer in layers)).to(GPU)
+    x = torch.randn(20_000, 512, device=GPU)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train() -> int:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(3):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return torch.cuda.max_memory_reserved()
+
+    plan = planner.plan(model, args=(x,), budget="70%", optimizer=optimizer, loss=mean_square)
+    whole = plan.whole_step
+    assert whole is not None
+    assert whole.arena
+    plan.apply(model, arena=False)
+    train()  # which makes the state, and what libraries keep
+    without = train()
+    plan.apply(model)
+    with_ = train()
+    assert with_ < without
+    allocated = torch.cuda.max_memory_allocated()
+    assert allocated <= with_ <= 1.05 * allocated + 64 * 2**20
+    reserved = torch.cuda.memory_reserved()
+    torch.cuda.empty_cache()
+    assert train() <= reserved  # what the device was given back was reserved again
+
+
+def mean_square(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()

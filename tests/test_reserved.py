@@ -173,6 +173,20 @@ def test_what_reserves_too_much_is_planned_for_less() -> None:
     assert asked == [920, 905, 960, 980]  # the last two see whether more fits between 915 and 1000
 
 
+def test_of_schedules_of_nearly_the_same_time_the_one_that_takes_less_is_chosen() -> None:
+    reserves = {10_000: 10_800, 9_100: 9_999, 9_099: 9_500}
+    answers = iter([9_100, 9_099])
+    found = within_budget(
+        solution(10_000),
+        10_000,
+        lambda schedule: reserves[int(schedule[0])],
+        lambda _room, _seconds: solution(next(answers, 10_000)),
+        time_limit=10,
+    )
+    assert found.feasible
+    assert found.peak_bytes == 9_099
+
+
 def test_the_least_is_tried_though_its_peak_is_over_the_allowance() -> None:
     found, _ = searched({1000: 1500, 700: 990}, 1000)
     assert found.feasible

@@ -171,8 +171,23 @@ def test_a_recorded_run_from_a_terminal(tmp_path: Path) -> None:
     assert f"{plain / M:.1f} MiB -> {expandable / M:.1f} MiB reserved" in " ".join(result.stdout.split())
     found = CliRunner().invoke(app, ["replay", str(path), "--instead", "max_split_size_mb:20", "--json"])
     assert json.loads(found.stdout)["recorded_reserved_bytes"] == plain
+    answer = json.loads(found.stdout)
+    assert answer["arena_reserved_bytes"] <= answer["default_reserved_bytes"] == plain
     short = CliRunner().invoke(app, ["replay", str(path), "--memory", "40MiB"])
     assert "out of memory at event" in short.stdout
+
+
+def test_a_recorded_run_is_told_of_segments_reserved_beforehand(tmp_path: Path) -> None:
+    path, allocations = (
+        tmp_path / "run.pickle",
+        step_allocations(start=[0, 1, 2], end=[0, 1, 2], sizes=[30 * M, 50 * M, 90 * M], workspace=[0, 0, 0]),
+    )
+    path.write_bytes(pickle.dumps(snapshot(record(TrainingLoop((40 * M,), allocations)))))
+    result = CliRunner().invoke(app, ["replay", str(path)])
+    said = (
+        "with one segment of 130.0 MiB reserved beforehand: 210.0 MiB -> 130.0 MiB reserved, by the defaults"
+    )
+    assert said in " ".join(result.stdout.split())
 
 
 def build() -> tuple[nn.Module, tuple[torch.Tensor]]:

@@ -20,6 +20,7 @@ from planner.batch.search import QUICK_SECONDS, BatchSearch
 from planner.costs.devices import find_device
 from planner.planfile.budget import Budget
 from planner.planfile.schema import WholeStep
+from planner.planning.encodings import total_bytes
 from planner.planning.make_plan import make_plan
 from planner.planning.options import PlanOptions
 from planner.planning.prepare import Prepared, prepare
@@ -78,6 +79,7 @@ def as_data(whole: WholeStep) -> Result:
     return {
         **whole.model_dump(),
         "reserved_bytes": whole.reserved_bytes,
+        "unarranged_reserved_bytes": whole.unarranged_reserved_bytes,
         "expandable_reserved_bytes": whole.expandable_reserved_bytes,
         "total_bytes": whole.total_bytes,
     }
@@ -186,7 +188,9 @@ def planned(
     def solve(room: int, seconds: float) -> Solution:
         return portfolio.solve(graph, room, time_limit=seconds)
 
-    solution = reserving_no_more(step, solve(room, 30 * patience), budget, solve, time_limit=60 * patience)
+    solution = reserving_no_more(
+        step, solve(room, 30 * patience), budget, solve, total_bytes(step), time_limit=60 * patience
+    )
     whole = step.whole_step(solution.schedule)
     base = step.baseline_whole_step
     result: Result = {

@@ -126,6 +126,7 @@ class _CaseRun:
         """Measures one way to run the step; an error that is raised is its problem."""
         if way == "unplanned":
             self.unplanned = self._measured(way, self._step(self.model))
+            self.unplanned = self._with_an_arena(self.unplanned)
             return self.unplanned
         if way == AS_CHECKPOINT:
             return self._planned(way, None, "eager")
@@ -207,6 +208,8 @@ class _CaseRun:
         plan.apply(self.model)
         try:
             measured = self._measured(way, self._step(self.model))
+            plan.apply(self.model, arena=False)
+            measured = self._otherwise(measured)
         finally:
             planner.remove(self.model)
         row = replace(
@@ -232,6 +235,37 @@ class _CaseRun:
         right = report.ok if backend == "inductor" else is_right(report)
         found = "" if right else "; ".join(report.problems[:3])
         return replace(row, right=right, problem="; ".join(filter(None, [row.problem, found])))
+
+    def _with_an_arena(self, row: Row) -> Row:
+        """The unplanned row with what the step reserves where segments are reserved for it beforehand."""
+        if row.problem or not self._reserves():
+            return row
+        args, kwargs = self.inputs
+        with self._autocast():
+            reserved = planner.reserve(self.model, args, kwargs, costs="roofline")
+        try:
+            return self._otherwise(row)
+        finally:
+            reserved.remove()
+
+    def _reserves(self) -> bool:
+        return self.bench.memory and self.bench.device.type == "cuda"
+
+    def _otherwise(self, row: Row) -> Row:
+        """The row with what two steps of the module as it is now reserve, from an empty cache on."""
+        if row.problem or not self._reserves():
+            return row
+        device, step = self.bench.device, self._step(self.model)
+        try:
+            step()
+            self.clear()
+            torch.cuda.reset_peak_memory_stats(device)
+            for _ in range(2):
+                self.model.zero_grad(set_to_none=True)
+                step()
+        except Exception as error:
+            return replace(row, problem=shortened(error))
+        return replace(row, otherwise_reserved_bytes=torch.cuda.max_memory_reserved(device))
 
     def _measured(self, way: str, step: Callable[[], Any]) -> Row:
         device = self.bench.device

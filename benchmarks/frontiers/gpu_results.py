@@ -17,6 +17,8 @@ class Row:
         unsplit_bytes: How much more ``torch.cuda.max_memory_allocated`` counts.
         reserved_bytes: What the caching allocator reserved in all for two steps; None on the CPU.
         predicted_reserved_bytes: What that was predicted to be.
+        otherwise_reserved_bytes: What it reserved of plans without their arena, and of the unplanned
+            step with one.
         replayed_bytes: What the simulated allocator reserves for the events of these steps, as recorded.
         budget_bytes, total_bytes: Of a plan: the budget, and what the step measured against it.
         predicted_overhead, measured_overhead: Extra time over the unplanned step: 0.1 is 10 %.
@@ -33,6 +35,7 @@ class Row:
     unsplit_bytes: int | None = None
     reserved_bytes: int | None = None
     predicted_reserved_bytes: int | None = None
+    otherwise_reserved_bytes: int | None = None
     replayed_bytes: int | None = None
     budget_bytes: int | None = None
     total_bytes: int | None = None
@@ -100,13 +103,15 @@ def table(document: dict[str, Any]) -> str:
         "Memory is the peak of allocated bytes that forward and backward add to what is there before, by",
         "the allocator's own events: each block as large as was asked for, rounded up to 512. Unsplit is",
         "how much more `torch.cuda.max_memory_allocated` counts: what the caching allocator does not split",
-        "off its blocks. Reserved is all that it has. Replayed is what its simulation reserves for the",
-        "events that it recorded. Seconds are of a step among five in a row, between two waits for the GPU.",
+        "off its blocks. Reserved is all that it has, of plans with their arena; otherwise, of plans",
+        "without it, and of the unplanned step with one (`planner.reserve`). Replayed is what its simulation",
+        "reserves for the events that it recorded. Seconds are of a step among five in a row, between two",
+        "waits for the GPU.",
         *_calibrated(document.get("calibration")),
         "",
         "| model | precision | way | predicted | measured | error | unsplit | reserved, predicted | reserved "
-        "| replayed | seconds | predicted overhead | overhead | right | problem |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| otherwise | replayed | seconds | predicted overhead | overhead | right | problem |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         both = row.predicted_bytes and row.measured_bytes
@@ -115,7 +120,8 @@ def table(document: dict[str, Any]) -> str:
             f"| {row.model} | {row.precision} | {row.way} | {_bytes(row.predicted_bytes)} "
             f"| {_bytes(row.measured_bytes)} | {error} | {_bytes(row.unsplit_bytes)} "
             f"| {_bytes(row.predicted_reserved_bytes)} "
-            f"| {_bytes(row.reserved_bytes)} | {_bytes(row.replayed_bytes)} "
+            f"| {_bytes(row.reserved_bytes)} | {_bytes(row.otherwise_reserved_bytes)} "
+            f"| {_bytes(row.replayed_bytes)} "
             f"| {'' if row.seconds is None else f'{row.seconds:.4f}'} "
             f"| {_share(row.predicted_overhead)} | {_share(row.measured_overhead)} "
             f"| {'' if row.right is None else 'yes' if row.right else 'no'} "

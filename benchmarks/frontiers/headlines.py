@@ -21,9 +21,11 @@ def table(results: dict[str, Result], device: Device) -> str:
         "forward, backward and the optimizer's step; its memory is what PyTorch's caching allocator",
         f"reserves for it (simulated), {format_bytes(device.library_bytes)} for cuBLAS among that, and "
         f"{format_bytes(device.context_bytes)} for the context.",
-        "cuDNN's workspace is not counted.",
+        "cuDNN's workspace is not counted. Planned steps have an arena: segments reserved beforehand.",
         "",
     ]
+    if before := [name for name, result in results.items() if _without_an_arena(result)]:
+        lines += [f"Made before there were arenas, and not again: {', '.join(before)}.", ""]
     if any(_assumed(result) for result in results.values()):
         lines += [
             "Rows without reserved bytes were made when 3 % of what is allocated was assumed to be reserved",
@@ -41,6 +43,12 @@ def _assumed(result: Result) -> bool:
     """Whether a result is of the time before reserved bytes were predicted."""
     steps = [result.get("planned"), *(a.get("whole_step") for a in result.get("answers", {}).values())]
     return any(isinstance(step, dict) and "reserved_bytes" not in step for step in steps)
+
+
+def _without_an_arena(result: Result) -> bool:
+    """Whether a result is of the time before segments were reserved beforehand."""
+    steps = [result.get("planned"), *(a.get("whole_step") for a in result.get("answers", {}).values())]
+    return any(isinstance(step, dict) and "reserved_bytes" in step and "arena" not in step for step in steps)
 
 
 def _reserved(whole: Result) -> tuple[str, str, str]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, ClassVar
 
+from planner.allocator.arena import Arena, Recorder, find_arena
 from planner.allocator.caching_allocator import CachingAllocator, SimulatedOutOfMemory
 from planner.allocator.settings import AllocatorSettings
 from planner.errors import PlannerError
@@ -225,3 +226,24 @@ def replay(run: RecordedRun, settings: AllocatorSettings, memory_bytes: int | No
             failed_at = max(number - len(starts), 0)
             return Replay(allocator.peak_reserved_bytes, allocator.peak_allocated_bytes, failed_at)
     return Replay(allocator.peak_reserved_bytes, allocator.peak_allocated_bytes)
+
+
+def arena_of_run(run: RecordedRun) -> Arena:
+    """The segments to reserve before what was recorded, by the allocator's default settings.
+
+    What was in use when recording began is there before them. Of several streams that with the most events
+    counts: blocks of others cannot be cut out of the same segments.
+    """
+    streams = [event[3] for event in run.events if event[0] == "alloc"]
+    stream = max(set(streams), key=streams.count, default=0)
+    before, after = Recorder(), Recorder()
+    numbers = {address: before.malloc(size) for address, size, of in run.before if of == stream}
+    after.count_from(before)
+    for action, address, size, of in run.events:
+        if of != stream:
+            continue
+        if action == "alloc":
+            numbers[address] = after.malloc(size)
+        elif action == "free_completed":
+            after.free(numbers.pop(address, 0))
+    return find_arena(before.events, after.events)

@@ -54,6 +54,8 @@ def record(loop: TrainingLoop, settings: AllocatorSettings | None = None) -> Rec
 
     for following in run(loop, allocator):
         note()
+        if moment.phase == "arena":  # it was empty: a planned module has the peak counted anew
+            allocator.peak_allocated_bytes = allocator.allocated_bytes
         moment = following
     note()
     return RecordedLoop(allocator, trace, moments, seconds, allocated, reserved)

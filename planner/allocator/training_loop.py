@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.allocator.arena import Arena, Recorder, find_arena
 from planner.allocator.caching_allocator import CachingAllocator
 from planner.allocator.settings import AllocatorSettings
 
@@ -78,6 +79,7 @@ class TrainingLoop:
         libraries: Workspaces of matrix libraries, which stay: for the forward, and for backward.
         making: The optimizer's first step, which makes its state: what it leaves stays.
         steady: Its later steps; what they leave is freed when they end.
+        arena: Bytes of segments that are reserved before the first step, ascending.
     """
 
     resident: tuple[int, ...]
@@ -85,6 +87,7 @@ class TrainingLoop:
     libraries: tuple[int, ...] = ()
     making: Allocations | None = None
     steady: Allocations | None = None
+    arena: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,11 +117,31 @@ def reservation(loop: TrainingLoop, settings: AllocatorSettings | None = None) -
     return Reservation(allocator.peak_reserved_bytes, allocator.peak_allocated_bytes)
 
 
+def arena_of(loop: TrainingLoop) -> Arena:
+    """The segments to reserve before a loop's first step, by the allocator's default settings."""
+    before, after = Recorder(), Recorder()
+    for size in loop.resident:
+        before.malloc(size)
+    for _ in run(replace(loop, resident=(), arena=()), after):
+        pass
+    return find_arena(before.events, after.events)
+
+
+class Allocator(Protocol):
+    """What a loop runs through."""
+
+    def malloc(self, size: int) -> int:
+        """Allocate; the address, or what stands for it."""
+
+    def free(self, address: int) -> None:
+        """Free what was allocated."""
+
+
 class Moment(NamedTuple):
     """What the next event of the allocator belongs to.
 
     Attributes:
-        phase: "resident", "libraries", "forward", "backward", "optimizer" or "zero_grad".
+        phase: "resident", "arena", "libraries", "forward", "backward", "optimizer" or "zero_grad".
         what: What makes the block, or frees it.
         sequence, operation: The operation that runs: the allocations that it is of, and its number in them;
             None and -1 outside of operations.
@@ -132,7 +155,7 @@ class Moment(NamedTuple):
     step: int = 0
 
 
-def run(loop: TrainingLoop, allocator: CachingAllocator) -> Iterator[Moment]:
+def run(loop: TrainingLoop, allocator: Allocator) -> Iterator[Moment]:
     """Run a loop through an allocator.
 
     Yields:
@@ -144,6 +167,9 @@ def run(loop: TrainingLoop, allocator: CachingAllocator) -> Iterator[Moment]:
     for size in loop.resident:
         yield Moment("resident", "parameters, buffers, inputs")
         allocator.malloc(size)
+    for size in loop.arena:
+        yield Moment("arena", "reserved beforehand")
+        allocator.free(allocator.malloc(size))
     due = list(zip((0, loop.step.backward_from), loop.libraries, strict=False))
     for number in range(STEPS):
         left: list[int] = []
@@ -165,7 +191,7 @@ def run(loop: TrainingLoop, allocator: CachingAllocator) -> Iterator[Moment]:
             allocator.free(address)
 
 
-def _run(allocations: Allocations, allocator: CachingAllocator, left: list[int]) -> Iterator[tuple[int, str]]:
+def _run(allocations: Allocations, allocator: Allocator, left: list[int]) -> Iterator[tuple[int, str]]:
     """Operations one after the other; blocks that they do not free are added to `left`."""
     sizes, names = allocations.bytes.tolist(), allocations.names
     workspace = allocations.workspace.tolist()

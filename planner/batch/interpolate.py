@@ -79,7 +79,9 @@ class Sized:
             peak = simulate(self.graph, schedule).peak_bytes
             on_gpu = self.footprint.device.kind == "cuda"
             allocations = planned_allocations(self.graph, schedule) if on_gpu else None
-            self._whole_steps[key] = self.footprint.whole_step(peak, self.final_bytes, allocations)
+            self._whole_steps[key] = self.footprint.whole_step(
+                peak, self.final_bytes, allocations, arena=True
+            )
         return self._whole_steps[key]
 
     def total_bytes(self, schedule: Schedule) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from planner.allocator.recorded import read_snapshot, recorded_run
+from planner.allocator.recorded import arena_of_run, read_snapshot, recorded_run
 from planner.allocator.recorded import replay as replayed
 from planner.allocator.settings import AllocatorSettings
 from planner.allocator.snapshot import chrome_trace, record, snapshot
@@ -18,6 +18,7 @@ from planner.cli.progress import shown_progress
 from planner.errors import PlannerError
 from planner.planfile.atomic_file import check_writable, replace_atomically
 from planner.planfile.budget import format_bytes, parse_budget
+from planner.report.text import reserved_beforehand
 from planner.user_plan import Plan
 
 Settings = Annotated[
@@ -81,7 +82,10 @@ def snapshot_command(
         if plan is not None:
             packing, schedule = schedule_at(plan, prepared)
             allocations = planned_allocations(packing.problem.graph, schedule)
-        recorded = record(prepared.footprint.loop(allocations), settings)
+        loop = prepared.footprint.loop(allocations)
+        if plan is not None and plan.whole_step is not None and not settings.expandable_segments:
+            loop = replace(loop, arena=tuple(plan.whole_step.arena))
+        recorded = record(loop, settings)
         if output.endswith(".json"):
             content = json.dumps(chrome_trace(recorded)).encode()
         else:
@@ -129,6 +133,9 @@ def replay_command(
         limit = None if memory is None else parse_budget(memory, 2**40).bytes
         run = recorded_run(read_snapshot(path), device)
         before, after = (replayed(run, settings, limit) for settings in (recorded_with, instead))
+        default = replayed(run, AllocatorSettings())
+        arena = arena_of_run(run)
+        with_arena = default.reserved_bytes - arena.saved_bytes
         if as_json:
             print_json(
                 {
@@ -137,6 +144,9 @@ def replay_command(
                     "recorded_reserved_bytes": run.peak_reserved_bytes,
                     "reserved_bytes": before.reserved_bytes,
                     "instead_reserved_bytes": after.reserved_bytes,
+                    "default_reserved_bytes": default.reserved_bytes,
+                    "arena": list(arena.segments),
+                    "arena_reserved_bytes": with_arena,
                     "allocated_bytes": before.allocated_bytes,
                     "out_of_memory_at": before.failed_at,
                     "instead_out_of_memory_at": after.failed_at,
@@ -151,6 +161,8 @@ def replay_command(
         )
         recorded_bytes = format_bytes(run.peak_reserved_bytes)
         say(f"recorded were {recorded_bytes} reserved; both figures above are simulated")
+        if arena.segments:
+            say(f"{reserved_beforehand(arena.segments, default.reserved_bytes, with_arena)}, by the defaults")
         for what, found in ((conf, before), (other, after)):
             if found.failed_at is not None:
                 with_what = what or "the defaults"

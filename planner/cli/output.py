@@ -83,6 +83,7 @@ def _on_the_device(plan: Plan) -> dict[str, Any]:
         return {}
     return {
         "reserved_bytes": whole.reserved_bytes,
+        "unarranged_reserved_bytes": whole.unarranged_reserved_bytes,
         "expandable_reserved_bytes": whole.expandable_reserved_bytes,
         "total_bytes": whole.total_bytes,
     }

@@ -6,13 +6,14 @@
 peak), and the optimizer's step (what is resident, the gradients, outputs that are still held, and the
 step's own intermediate results). Libraries (cuBLAS) allocate workspaces once and keep them. *Fragmentation*
 is what the caching allocator reserves beyond these: two steps of the training loop run through a simulation
-of it (:mod:`planner.allocator`). The *context* is gone before the first tensor. A budget bounds the total;
-on the CPU the last three are zero.
+of it (:mod:`planner.allocator`), a planned one with segments that are reserved beforehand, its *arena*. The
+*context* is gone before the first tensor. A budget bounds the total; on the CPU the last three are zero.
 """
 
 from dataclasses import dataclass
 
-from planner.allocator.training_loop import EXPANDABLE, Allocations, TrainingLoop, reservation
+from planner.allocator.arena import Arena
+from planner.allocator.training_loop import EXPANDABLE, Allocations, TrainingLoop, arena_of, reservation
 from planner.costs.devices import CUBLAS_THREADS, Device
 from planner.costs.optimizer_step import OptimizerStep
 from planner.planfile.schema import Resident, WholeStep
@@ -39,7 +40,12 @@ class StepMemoryModel:
     reduced_bytes: int = 0
 
     def whole_step(
-        self, dynamic_peak_bytes: int, final_bytes: int, allocations: Allocations | None = None
+        self,
+        dynamic_peak_bytes: int,
+        final_bytes: int,
+        allocations: Allocations | None = None,
+        *,
+        arena: bool = False,
     ) -> WholeStep:
         """The whole step of a schedule.
 
@@ -48,16 +54,21 @@ class StepMemoryModel:
             final_bytes: What they leave: gradients, outputs.
             allocations: What they allocate, in order, by which it is known what the allocator of a GPU
                 reserves; None leaves that out.
+            arena: Whether segments are reserved for it beforehand.
         """
         forward_backward = self.resident.total + dynamic_peak_bytes
         there = self.resident.total - self.resident.unreduced_bytes + self.reduced_bytes
         update = there + final_bytes + self.optimizer.transient_bytes
         allocated = max(forward_backward, update)
-        fragmentation, expandable = 0, None
+        fragmentation, without, expandable = 0, None, None
+        made = Arena()
         if allocations is not None and self.device.kind == "cuda":
             there = allocated + self.device.library_bytes
             loop = self.loop(allocations)
-            fragmentation = max(reservation(loop).reserved_bytes - there, 0)
+            made = arena_of(loop) if arena else made
+            reserved = reservation(loop).reserved_bytes
+            fragmentation = max(reserved - made.saved_bytes - there, 0)
+            without = max(reserved - there, 0) if arena else None
             expandable = max(reservation(loop, EXPANDABLE).reserved_bytes - there, 0)
         return WholeStep(
             forward_backward_bytes=forward_backward,
@@ -66,6 +77,8 @@ class StepMemoryModel:
             library_bytes=self.device.library_bytes,
             fragmentation_bytes=fragmentation,
             expandable_fragmentation_bytes=expandable,
+            unarranged_fragmentation_bytes=without,
+            arena=list(made.segments),
             context_bytes=self.device.context_bytes,
         )
 

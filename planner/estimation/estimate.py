@@ -73,6 +73,7 @@ def estimate_prepared(prepared: Prepared, checkpointed: Checkpointed | None, rep
         modules=module_memory(prepared),
         checkpointed=checkpointed,
         gradient_checkpointing=record_hugging_face(prepared),
+        reserving=prepared.reserving_whole_step,
     )
     report("estimated", 1.0)
     return made

@@ -12,7 +12,7 @@ from rich.text import Text
 from planner.planfile.budget import format_bytes
 from planner.planfile.schema import WholeStep
 from planner.report.columns import fitted_table
-from planner.report.text import as_text
+from planner.report.text import as_text, reserved_beforehand
 
 _SHOWN = 0.01
 """Modules that hold less than this share of the activations and parameters are left out."""
@@ -71,6 +71,8 @@ class Estimate:
         checkpointed: The step with checkpoints around named modules; None if none were named.
         gradient_checkpointing: The step with ``model.gradient_checkpointing_enable()``, of Hugging Face's
             models; None for others.
+        reserving: The whole step with segments reserved for it beforehand, as :func:`planner.reserve` does
+            it on a GPU.
     """
 
     whole_step: WholeStep
@@ -80,10 +82,12 @@ class Estimate:
     modules: list[ModuleMemory]
     checkpointed: Checkpointed | None
     gradient_checkpointing: Checkpointed | None
+    reserving: WholeStep
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return {**dataclasses.asdict(self), "whole_step": self.whole_step.model_dump()}
+        steps = {"whole_step": self.whole_step.model_dump(), "reserving": self.reserving.model_dump()}
+        return {**dataclasses.asdict(self), **steps}
 
     def __str__(self) -> str:
         return estimate_text(self)
@@ -132,6 +136,9 @@ def _summary(estimate: Estimate) -> str:
     )
     if whole.total_bytes != peak:
         text += f"; the whole step takes {format_bytes(whole.total_bytes)} of the device"
+    if segments := estimate.reserving.arena:
+        saved = reserved_beforehand(segments, whole.reserved_bytes, estimate.reserving.reserved_bytes)
+        text += f"\n{saved} (planner.reserve)"
     return text
 
 

@@ -113,7 +113,17 @@ class WholeStep(Record):
     library_bytes: Count = Field(description="workspaces that matrix libraries allocate once and keep")
     fragmentation_bytes: Count = Field(
         description="what the caching allocator reserves beyond what is allocated and the libraries' "
-        "workspaces: the step's allocations and frees, run through a simulation of it"
+        "workspaces: the step's allocations and frees, run through a simulation of it, with `arena` reserved "
+        "beforehand"
+    )
+    arena: Listed[Count] = Field(
+        default=[],
+        max_length=100,
+        description="segments, ascending, that a planned module has the allocator reserve before its first "
+        "step, so that less is lost between blocks; empty: none",
+    )
+    unarranged_fragmentation_bytes: Count | None = Field(
+        default=None, description="fragmentation_bytes without an arena"
     )
     expandable_fragmentation_bytes: Count | None = Field(
         default=None, description="the same with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -124,6 +134,12 @@ class WholeStep(Record):
     def reserved_bytes(self) -> int:
         """What the allocator reserves, as ``torch.cuda.max_memory_reserved`` counts."""
         return self.allocated_bytes + self.library_bytes + self.fragmentation_bytes
+
+    @property
+    def unarranged_reserved_bytes(self) -> int | None:
+        """What it reserves without an arena; None where there is none."""
+        more = self.unarranged_fragmentation_bytes
+        return None if more is None else self.allocated_bytes + self.library_bytes + more
 
     @property
     def expandable_reserved_bytes(self) -> int | None:

@@ -1,5 +1,6 @@
 """Choosing which masks are kept as bits: the better of the schedules without and with packing."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,6 +9,7 @@ from planner.planfile.schema import BoundCovers
 from planner.planning.prepare import Prepared
 from planner.problem.build import Problem
 from planner.problem.encodings import PackedProblem, packed
+from solvers.model.arrays import Schedule
 from solvers.model.constraints import Constraints
 from solvers.model.schedule import simulate
 from solvers.model.solution import Solution
@@ -55,15 +57,36 @@ def offered(prepared: Prepared, constraints: Constraints) -> PackedProblem | Non
 
 def followed(without: Problem, offer: PackedProblem, solution: Solution) -> Solved:
     """A solution of the problem in which masks may be packed, with those packed that it unpacks."""
-    used = offer.unpacked_in(solution.schedule)
-    made = packed(without, used)
-    schedule = made.follow(offer, solution.schedule)
-    timeline = simulate(made.problem.graph, schedule)
+    problem, schedule = _followed(without, offer, solution.schedule)
+    timeline = simulate(problem.graph, schedule)
     return Solved(
         replace(solution, schedule=schedule, peak_bytes=timeline.peak_bytes, seconds=timeline.seconds),
-        made.problem if used else without,
+        problem,
         "schedules that pack masks",
     )
+
+
+def total_bytes(prepared: Prepared, offer: PackedProblem | None = None) -> Callable[[Schedule], int]:
+    """What says what the whole step of a schedule takes.
+
+    Args:
+        prepared: The step.
+        offer: The problem in which masks may be packed, where the schedules are of that.
+    """
+
+    def total(schedule: Schedule) -> int:
+        if offer is None:
+            return prepared.whole_step(schedule).total_bytes
+        problem, schedule = _followed(prepared.problem, offer, schedule)
+        return replace(prepared, problem=problem).whole_step(schedule).total_bytes
+
+    return total
+
+
+def _followed(without: Problem, offer: PackedProblem, schedule: Schedule) -> tuple[Problem, Schedule]:
+    used = offer.unpacked_in(schedule)
+    made = packed(without, used)
+    return made.problem if used else without, made.follow(offer, schedule)
 
 
 def keeps_everything(solved: Solved) -> bool:

@@ -101,7 +101,7 @@ def make_plan(
     if as_written:
         unplanned = problem.eager
         peak_bytes, step_bytes, seconds = unplanned.peak_bytes, unplanned.step_bytes, unplanned.seconds
-        whole, forward_steps = prepared.baseline_whole_step, eager_forward
+        whole, forward_steps = prepared.reserving_whole_step, eager_forward
 
     def footprint(peak: int, seconds: float) -> Footprint:
         return Footprint(

@@ -132,12 +132,18 @@ class Prepared:
         eager = self.problem.eager
         return self.footprint.whole_step(eager.peak_bytes, eager.final_bytes, eager.allocations)
 
+    @cached_property
+    def reserving_whole_step(self) -> WholeStep:
+        """The unplanned step with segments reserved for it beforehand."""
+        eager = self.problem.eager
+        return self.footprint.whole_step(eager.peak_bytes, eager.final_bytes, eager.allocations, arena=True)
+
     def whole_step(self, schedule: Schedule) -> WholeStep:
         """The step by a schedule, with the optimizer's own."""
         problem = self.problem
         peak = simulate(problem.graph, schedule).peak_bytes
         allocations = planned_allocations(problem.graph, schedule) if self.device.kind == "cuda" else None
-        return self.footprint.whole_step(peak, problem.final_bytes, allocations)
+        return self.footprint.whole_step(peak, problem.final_bytes, allocations, arena=True)
 
     def changed(self, change: Callable[[torch.nn.Module], object]) -> tuple[EagerTimeline, WholeStep]:
         """The unplanned step of a copy of the model that is changed before, as by checkpoints.

@@ -10,7 +10,15 @@ from planner.heap import older_objects_set_aside
 from planner.module_parts import named_parts
 from planner.planfile.budget import Budget, format_bytes
 from planner.planfile.plan import PlanRecord, WholeStep
-from planner.planning.encodings import Solved, better, fits, followed, keeps_everything, offered
+from planner.planning.encodings import (
+    Solved,
+    better,
+    fits,
+    followed,
+    keeps_everything,
+    offered,
+    total_bytes,
+)
 from planner.planning.make_plan import AS_WRITTEN, make_plan
 from planner.planning.prepare import Prepared
 from planner.planning.solve_for import solve_for
@@ -19,6 +27,7 @@ from planner.problem.selection import select
 from planner.progress import Progress, no_report, part_of
 from solvers import portfolio
 from solvers.effort import EFFORTS
+from solvers.model.arrays import Schedule
 from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph
 from solvers.model.solution import Solution, Status
@@ -76,7 +85,9 @@ def _better_as_written(prepared: Prepared, solution: Solution, wanted: Budget, r
         return peak_bytes < solution.peak_bytes and prepared.options.solver == portfolio.NAME
     if solution.feasible:
         return False
-    return peak_bytes <= room if wanted.relative else prepared.baseline_whole_step.total_bytes <= wanted.bytes
+    return (
+        peak_bytes <= room if wanted.relative else prepared.reserving_whole_step.total_bytes <= wanted.bytes
+    )
 
 
 def _may_run_as_written(prepared: Prepared) -> bool:
@@ -120,7 +131,8 @@ def _solved(
         # In as much time as without an offer, or what is found could be worse than that.
         again = partial(solve, problem.graph, constraints, progress, rival)
         solution = again(room, options.time_limit)
-        solution = reserving_no_more(prepared, solution, wanted, again, time_limit=options.time_limit)
+        total = total_bytes(prepared)
+        solution = reserving_no_more(prepared, solution, wanted, again, total, time_limit=options.time_limit)
         solved = Solved(solution, problem)
         if offer is None or keeps_everything(solved):
             return solved
@@ -132,7 +144,10 @@ def _solved(
 
     def packing(progress: Progress, rival: float = math.inf) -> Solved:
         given = _constraints(prepared, masks)
-        solution = solve(masks, given, progress, rival, room, options.time_limit / 2)
+        again = partial(solve, masks, given, progress, rival)
+        limit = options.time_limit / 2
+        total = total_bytes(prepared, offer)
+        solution = reserving_no_more(prepared, again(room, limit), wanted, again, total, time_limit=limit)
         return followed(problem, offer, solution)
 
     ways = [_Way(problem.graph, without), _Way(masks, packing)]
@@ -209,6 +224,7 @@ def reserving_no_more(
     solution: Solution,
     budget: Budget,
     solve: Callable[[int, float], Solution],
+    total: Callable[[Schedule], int],
     *,
     time_limit: float,
 ) -> Solution:
@@ -218,18 +234,12 @@ def reserving_no_more(
 
     Args:
         solution: A solver's for what the budget allows to be allocated.
-        solve: As for :func:`planner.planning.within_budget.within_budget`.
+        solve, total: As for :func:`planner.planning.within_budget.within_budget`.
         time_limit: Wall seconds for solving again.
     """
     if budget.bytes is None or budget.relative or prepared.device.kind != "cuda":
         return solution
-    return within_budget(
-        solution,
-        budget.bytes,
-        lambda schedule: prepared.whole_step(schedule).total_bytes,
-        solve,
-        time_limit=time_limit,
-    )
+    return within_budget(solution, budget.bytes, total, solve, time_limit=time_limit)
 
 
 def find_solver(name: str) -> Solve:
@@ -267,7 +277,7 @@ def infeasible(
     if dynamic_peak_bytes is not None:  # of the programs that Inductor makes of the schedule
         whole = prepared.footprint.whole_step(dynamic_peak_bytes, prepared.problem.final_bytes)
     least = f"the least that {solution.solver} reaches"
-    unplanned = prepared.baseline_whole_step
+    unplanned = prepared.reserving_whole_step
     if _may_run_as_written(prepared) and unplanned.total_bytes < whole.total_bytes:
         whole, least = unplanned, "the least, that of the step without a plan,"
     if budget.relative:  # which bounds what is allocated

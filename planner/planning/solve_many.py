@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from planner.planfile.budget import Budget
-from planner.planning.encodings import Solved, better, followed, keeps_everything, offered
+from planner.planning.encodings import Solved, better, followed, keeps_everything, offered, total_bytes
 from planner.planning.prepare import Prepared
 from planner.planning.solve import reserving_no_more, room_bytes
 from planner.planning.solve_for import solve_for
+from planner.problem.encodings import PackedProblem
 from planner.progress import Progress
 from solvers import portfolio
 from solvers.model.arrays import Schedule
@@ -43,7 +44,7 @@ def solve_many(
         Solved(solution, prepared.problem)
         for solution in _solutions(
             prepared,
-            graph,
+            None,
             wanted,
             constraints(graph),
             known,
@@ -56,7 +57,7 @@ def solve_many(
         return plain
     answers = _solutions(
         prepared,
-        offer.problem.graph,
+        offer,
         [wanted[i] for i in more],
         constraints(offer.problem.graph),
         (),
@@ -91,13 +92,14 @@ def _monotone(found: list[Solved], rooms: list[int | None]) -> list[Solved]:
 
 def _solutions(
     prepared: Prepared,
-    graph: Graph,
+    offer: PackedProblem | None,
     wanted: Sequence[Budget],
     constraints: Constraints,
     known: Sequence[Schedule],
     time_limit: float,
     progress: Progress,
 ) -> list[Solution]:
+    graph = prepared.problem.graph if offer is None else offer.problem.graph
     end, effort = time.perf_counter() + time_limit, prepared.options.effort
     shares = [budget for budget in wanted if budget.max_overhead is not None]
     solved = iter(
@@ -127,7 +129,8 @@ def _solutions(
     def solve(room: int, seconds: float) -> Solution:
         return portfolio.solve(graph, room, time_limit=seconds, constraints=constraints, effort=effort)
 
+    total = total_bytes(prepared, offer)
     return [
-        reserving_no_more(prepared, solution, budget, solve, time_limit=left)
+        reserving_no_more(prepared, solution, budget, solve, total, time_limit=left)
         for solution, budget in zip(solutions, wanted, strict=True)
     ]

@@ -20,6 +20,10 @@ _NEAR = 1 / 50
 """Of the allowance: what fits is not looked for any nearer to what does not."""
 
 
+_ALIKE = 1 / 2000
+"""Of the seconds: by less, of two schedules that fit, the one that takes fewer bytes is the better."""
+
+
 def within_budget(
     solution: Solution,
     budget_bytes: int,
@@ -43,14 +47,15 @@ def within_budget(
         enough: Whether no faster one is looked for than a solution that fits.
 
     Returns:
-        The fastest feasible solution that was found whose step fits; else the one that takes least, as
-        infeasible, or the first that is too slow.
+        The fastest feasible solution that was found whose step fits, of nearly equal ones the one that takes
+        least; else the one that takes least of all, as infeasible, or the first that is too slow.
     """
     end = time.perf_counter() + time_limit
     if solution.feasible and total_bytes(solution.schedule) <= budget_bytes:
         return solution
     bound = solution.bound_seconds  # of all that the budget could allow; a smaller allowance's says less
     fitting: Solution | None = None
+    fitting_over = 0
     lowest: int | None = None  # the largest allowance of which something fits, or the least there is
     room = solution.peak_bytes
     failing = list[tuple[int, int]]()  # peaks, and the allowances for which they were found
@@ -60,7 +65,8 @@ def within_budget(
         if over + budget_bytes < least[1]:
             least = solution, over + budget_bytes
         if over <= 0:
-            if fitting is None or solution.seconds < fitting.seconds:
+            if fitting is None or _is_better(solution, over, fitting, fitting_over):
+                fitting_over = over
                 fitting = replace(solution, status=Status.FEASIBLE, bound_seconds=bound)
             if enough(fitting):
                 break
@@ -89,6 +95,13 @@ def within_budget(
         elif total < least[1]:
             least = solution, total
     return fitting or least[0].infeasible()
+
+
+def _is_better(one: Solution, over: int, other: Solution, other_over: int) -> bool:
+    """Whether one of two that fit is faster; of nearly equal ones, whether it takes less."""
+    if abs(one.seconds - other.seconds) <= _ALIKE * other.seconds:
+        return over < other_over
+    return one.seconds < other.seconds
 
 
 def _between(lowest: int, failing: Sequence[tuple[int, int]]) -> int | None:

@@ -3,7 +3,7 @@
 import io
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.segment import Segment
@@ -153,7 +153,19 @@ def _on_the_device(plan: PlanRecord) -> list[tuple[str, str, str, str]]:
     unplanned, planned = before.expandable_reserved_bytes, now.expandable_reserved_bytes
     if unplanned is not None and planned is not None:
         rows.insert(2, ("  reserved, expandable segments", unplanned, planned))
+    if now.arena and now.unarranged_reserved_bytes is not None:
+        rows.insert(
+            2, ("  reserved, without the arena", before.reserved_bytes, now.unarranged_reserved_bytes)
+        )
     return [(name, format_bytes(a), "", format_bytes(b)) for name, a, b in rows]
+
+
+def reserved_beforehand(segments: Sequence[int], without_bytes: int, with_bytes: int) -> str:
+    """What segments that are reserved before the first step save."""
+    sizes = " and ".join(map(format_bytes, segments))
+    named = f"one segment of {sizes}" if len(segments) == 1 else f"{len(segments)} segments of {sizes}"
+    change = f"{format_bytes(without_bytes)} -> {format_bytes(with_bytes)} reserved"
+    return f"with {named} reserved beforehand: {change}"
 
 
 def timeline_chart(plan: PlanRecord, *, width: int = 100, height: int = 10) -> Text:

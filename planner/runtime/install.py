@@ -46,6 +46,7 @@ def apply(
     *,
     on_new_shape: OnNewShape = "reapply",
     loss: Loss | None = None,
+    arena: bool = True,
     backend_options: Mapping[str, bool | int | float | str] | None = None,
 ) -> torch.nn.Module:
     """Make a module train by a plan, in place; nothing where plans are off (``PLANNER=0``).
@@ -53,7 +54,7 @@ def apply(
     Args:
         plan: A plan that was made for a module of the same class and state.
         model: The module. A plan that is installed already is replaced.
-        on_new_shape, loss, backend_options: See :meth:`Plan.apply`.
+        on_new_shape, loss, arena, backend_options: See :meth:`Plan.apply`.
 
     Returns:
         The same module.
@@ -65,7 +66,7 @@ def apply(
     checked(on_new_shape)
     check_fits(plan, model, backend_options)
     if not plans_are_off():
-        put_in(plan, model, on_new_shape=on_new_shape, loss=loss)
+        put_in(plan, model, on_new_shape=on_new_shape, loss=loss, arena=arena)
     return model
 
 
@@ -115,6 +116,7 @@ def put_in(
     *,
     on_new_shape: OnNewShape = "reapply",
     loss: Loss | None = None,
+    arena: bool = True,
 ) -> PlanCall:
     """Install a plan that is known to be for this module, in place of one that is there."""
     installed = modules.installed_call(model)
@@ -124,7 +126,7 @@ def put_in(
     for part in map(modules.installed_call, model.modules()):
         if isinstance(part, InstalledCall):
             part.unplanned.planned_call()  # it runs by this plan, not by its own
-    call = _install(model, plan, previous, on_new_shape, loss)
+    call = _install(model, plan, previous, on_new_shape, loss, arena)
     call.unplanned.wait()
     return call
 
@@ -147,9 +149,10 @@ def _install(
     previous: Callable[..., Any] | None = None,
     on_new_shape: OnNewShape = "reapply",
     loss: Loss | None = None,
+    arena: bool = True,
 ) -> PlanCall:
     kind = ReplayedCall if plan.target.backend == "replay" else PlannedCall
-    call = kind(model, plan, previous, on_new_shape, loss, unpickled=unpickled)
+    call = kind(model, plan, previous, on_new_shape, loss, arena=arena, unpickled=unpickled)
     install(model, call)
     return call
 
@@ -160,13 +163,15 @@ def installed_plan(model: torch.nn.Module) -> PlanRecord | None:
     return installed.plan if isinstance(installed, PlanCall) else None
 
 
-def unpickled(model: torch.nn.Module | None, text: str, on_new_shape: OnNewShape = "reapply") -> Companion:
+def unpickled(
+    model: torch.nn.Module | None, text: str, on_new_shape: OnNewShape = "reapply", arena: bool = True
+) -> Companion:
     """Install the plan of a pickled module where it is loaded."""
     if model is not None and not plans_are_off():
         try:
             plan = PlanRecord.loads(text, source="the plan of the pickled model")
             # Its backend options need no check: whoever writes a pickle can run anything without them.
-            _install(model, plan, None, checked(on_new_shape))
+            _install(model, plan, None, checked(on_new_shape), arena=arena)
         except PlanFileError as error:
             warn(
                 f"the model is unpickled without its plan: {error}. Plan it again, or apply the "

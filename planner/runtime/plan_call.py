@@ -11,6 +11,7 @@ from planner._torch.tracing.hindrances import END_IT, hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
 from planner.compiled.calls import Calls
 from planner.planfile.plan import PlanRecord
+from planner.runtime.arena import Arena
 from planner.runtime.ddp import Ranks
 from planner.runtime.earlier_gradients import EarlierBytes, EarlierGradients
 from planner.runtime.installed import InstalledCall, install
@@ -34,7 +35,7 @@ class PlanCall(InstalledCall):
 
     Attributes:
         plan: The plan.
-        on_new_shape, loss: As they were given to :func:`planner.runtime.install.apply`.
+        on_new_shape, loss, arena: As they were given to :func:`planner.runtime.install.apply`.
         when_accumulating: Asked where gradients are there when a step begins, and the plan counts none.
         when_changed: Asked before every step, where parameters may have grown or thawed.
     """
@@ -50,6 +51,7 @@ class PlanCall(InstalledCall):
         on_new_shape: OnNewShape = "reapply",
         loss: Loss | None = None,
         *,
+        arena: bool = True,
         unpickled: Callable[..., Any],
     ) -> None:
         """
@@ -58,6 +60,8 @@ class PlanCall(InstalledCall):
         """
         super().__init__(model, previous, plan.model.training)
         self.plan, self.on_new_shape, self.loss, self._unpickled = plan, on_new_shape, loss, unpickled
+        self.arena = arena
+        self._arena = Arena.of(plan.whole_step if arena else None, plan.resident)
         self._ranks = Ranks(plan, on_new_shape)
         self.when_accumulating: Instead | None = None
         self.when_changed: Instead | None = None
@@ -75,11 +79,19 @@ class PlanCall(InstalledCall):
         raise NotImplementedError
 
     def install_in(self, copied: torch.nn.Module) -> None:
-        call = type(self)(copied, self.plan, None, self.on_new_shape, self.loss, unpickled=self._unpickled)
+        call = type(self)(
+            copied,
+            self.plan,
+            None,
+            self.on_new_shape,
+            self.loss,
+            arena=self.arena,
+            unpickled=self._unpickled,
+        )
         install(copied, call)
 
     def pickled(self) -> tuple[Any, ...]:
-        return self._unpickled, self.plan.dumps(), self.on_new_shape
+        return self._unpickled, self.plan.dumps(), self.on_new_shape, self.arena
 
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +174,8 @@ class PlanCall(InstalledCall):
         self._earlier = None
 
     def _begin(self) -> None:
-        """Plan again, if asked for, where the last step took a path that the plan had not seen."""
+        """Reserve the arena; plan again, if asked for, where the last step took another path than planned."""
+        self._arena.before_step(self._model)
         if self._strayed is not None:
             if self._shapes.look_at_path(*self._strayed):
                 self._programs.clear()

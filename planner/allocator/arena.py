@@ -1,0 +1,279 @@
+"""Segments that are reserved before a training loop begins, so that less is lost between blocks.
+
+The caching allocator takes segments as requests come, and what no later request can use of them is lost.
+Where all requests are known beforehand, a few segments suffice that together are hardly larger than what is
+in use at once: a block of that size is allocated and freed before the first step, its segment stays reserved,
+and requests are cut out of it. Which sizes these have is searched for by simulating the loop's large blocks.
+Blocks of at most 1 MiB lie in segments of 2 MiB of their own, with an arena as without.
+"""
+
+import random
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from planner.allocator.settings import LARGE_ROUNDING, MIN_LARGE_REQUEST, SMALL_SIZE, AllocatorSettings
+
+_SETTINGS = AllocatorSettings()
+MOST_SEGMENTS = 6
+MOST_EVENTS = 500_000
+"""Allocations and frees that a search simulates; the try that reaches so many is the last."""
+_NEAR = 1 / 500
+"""Of the most that is in use: nearer to it nothing is searched for."""
+_PATIENCE = 60
+"""Tries that improve nothing before the search begins anew from other segments."""
+_SHARES = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, -0.01, -0.02, -0.03, -0.05, -0.1, -0.15, -0.2)
+"""What single segments are larger by than the most that is in use."""
+
+Event = tuple[int, int]
+"""The number of a block, and its bytes where it is allocated, none where it is freed; a block of the number
+``_AT_ONCE`` is freed at once."""
+_AT_ONCE = -1
+
+
+class Recorder:
+    """Takes the place of an allocator, and notes what it is asked for of the large pool.
+
+    Attributes:
+        events: Allocations and frees.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._count = 0
+
+    def count_from(self, other: "Recorder") -> None:
+        """Number blocks on from those of another one, so that these can be freed here."""
+        self._count = other._count
+
+    def malloc(self, size: int) -> int:
+        """The number of a large block; 0 for others."""
+        wanted = _SETTINGS.block_bytes(size)
+        if wanted <= SMALL_SIZE:
+            return 0
+        self._count += 1
+        self.events.append((self._count, wanted))
+        return self._count
+
+    def free(self, number: int) -> None:
+        """Free a block by its number."""
+        if not number:
+            return
+        if self.events and self.events[-1][0] == number:
+            self.events[-1] = (_AT_ONCE, self.events[-1][1])
+        else:
+            self.events.append((number, 0))
+
+
+@dataclass
+class LargePool:
+    """The large pool of :class:`planner.allocator.caching_allocator.CachingAllocator` at default settings,
+    for one stream and without addresses that mean anything: several times as fast.
+
+    Attributes:
+        reserved_bytes: Of its segments.
+    """
+
+    reserved_bytes: int = 0
+    _free: list[tuple[int, int]] = field(default_factory=list)  # bytes and addresses, ascending
+    _sizes: dict[int, int] = field(default_factory=dict)  # of cached blocks by where they begin
+    _begins: dict[int, int] = field(default_factory=dict)  # and where they begin by where they end
+    _used: dict[int, tuple[int, int]] = field(default_factory=dict)  # address and bytes by number
+    _next: int = 0
+
+    def copy(self) -> "LargePool":
+        """Another one in this state."""
+        free, sizes, begins, used = self._free, self._sizes, self._begins, self._used
+        copied = free.copy(), sizes.copy(), begins.copy(), used.copy()
+        return LargePool(self.reserved_bytes, *copied, self._next)
+
+    def reserve(self, segments: Iterable[int]) -> None:
+        """Allocate blocks of these sizes, each freed before the next."""
+        self.run((_AT_ONCE, size) for size in segments)
+
+    def run(self, events: Iterable[Event], most_bytes: float = float("inf")) -> int:
+        """Allocate and free, until more than so much is reserved.
+
+        Returns:
+            How many of the events there were.
+        """
+        free, sizes, begins, used = self._free, self._sizes, self._begins, self._used
+        count = 0
+        for number, size in events:
+            count += 1
+            if size:
+                at = bisect_left(free, (size, 0))
+                if at < len(free):
+                    if number == _AT_ONCE:
+                        continue  # what is cut off is joined again
+                    block, address = free.pop(at)
+                    del sizes[address], begins[address + block]
+                else:
+                    block, address = _SETTINGS.segment_bytes(size), self._next
+                    self.reserved_bytes += block
+                    if self.reserved_bytes > most_bytes:
+                        break
+                    self._next += block + LARGE_ROUNDING  # a gap: segments are not joined
+                    if number == _AT_ONCE:
+                        size = 0
+                rest = block - size
+                if rest > SMALL_SIZE:
+                    begin = address + size
+                    insort(free, (rest, begin))
+                    sizes[begin], begins[begin + rest] = rest, begin
+                    block = size
+                if size:
+                    used[number] = address, block
+            else:
+                address, block = used.pop(number)
+                end = address + block
+                if end in sizes:
+                    more = sizes.pop(end)
+                    del free[bisect_left(free, (more, end))]
+                    end += more
+                if address in begins:
+                    begin = begins.pop(address)
+                    del free[bisect_left(free, (address - begin, begin))]
+                    address = begin
+                insort(free, (end - address, address))
+                sizes[address], begins[end] = end - address, address
+        return count
+
+
+@dataclass(frozen=True)
+class Arena:
+    """What to reserve before a loop.
+
+    Attributes:
+        segments: Bytes of each segment, ascending, no two alike; none where they would save nothing.
+        saved_bytes: By how much less is reserved with them than without.
+    """
+
+    segments: tuple[int, ...] = ()
+    saved_bytes: int = 0
+
+
+def find_arena(before: Sequence[Event], loop: Sequence[Event], most_events: int = MOST_EVENTS) -> Arena:
+    """The segments with which least is reserved, of those that are tried.
+
+    Args:
+        before: What happens before they are reserved.
+        loop: What happens afterwards.
+        most_events: How many of these are simulated in all.
+    """
+    search = _Search(before, loop, most_events)
+    search.run()
+    return Arena(search.best, search.without_bytes - search.best_bytes)
+
+
+class _Search:
+    """Tries segments: one, then several, of which sizes are changed as long as that does no harm.
+
+    Attributes:
+        best: The best segments.
+        best_bytes, without_bytes: What is reserved with these, and without any.
+    """
+
+    def __init__(self, before: Sequence[Event], loop: Sequence[Event], most_events: int) -> None:
+        self._start, self._loop = LargePool(), loop
+        self._start.run(before)
+        without = self._start.copy()
+        self._left = most_events - without.run(loop)
+        self.best: tuple[int, ...] = ()
+        self.best_bytes = self.without_bytes = without.reserved_bytes
+        self._peak = most_in_use(loop)
+        self._enough = int(most_in_use([*before, *loop]) * (1 + _NEAR)) + LARGE_ROUNDING
+        self._blocks = sorted({size for _, size in loop if size})
+        self._random = random.Random(0)
+
+    def run(self) -> None:
+        """Search until as little is reserved as is in use, or all tries are spent."""
+        if self._peak < MIN_LARGE_REQUEST:
+            return  # less than any segment would be
+        for share in _SHARES:
+            if self._done():
+                return
+            self._try(_segments([self._peak * (1 + share)]), self.best_bytes)
+        now, reserved, in_vain = self.best, self.best_bytes, 0
+        while not self._done():
+            if not now or in_vain > _PATIENCE:
+                now, in_vain = self._some(), 0
+                found = self._try(now, self.best_bytes * 11 // 10)
+                if found is None:
+                    now = ()
+                    continue
+                reserved = found
+            changed = self._changed(now)
+            found = self._try(changed, reserved)
+            in_vain = 0 if found is not None and found < reserved else in_vain + 1
+            if found is not None:
+                now, reserved = changed, found
+
+    def _done(self) -> bool:
+        return self._left <= 0 or self.best_bytes <= self._enough
+
+    def _try(self, segments: tuple[int, ...], most_bytes: int) -> int | None:
+        """What is reserved with these segments; None where it is more than so much."""
+        pool = self._start.copy()
+        pool.reserve(segments)
+        self._left -= len(segments)
+        if pool.reserved_bytes <= most_bytes:
+            self._left -= pool.run(self._loop, most_bytes)
+        if pool.reserved_bytes > most_bytes:
+            return None
+        if pool.reserved_bytes < self.best_bytes:
+            self.best, self.best_bytes = segments, pool.reserved_bytes
+        return pool.reserved_bytes
+
+    def _some(self) -> tuple[int, ...]:
+        """About as much as is in use, in a few segments of whole numbers of blocks."""
+        draw = self._random
+        found = [self._peak * (1 + draw.uniform(0, 0.08))]
+        for _ in range(draw.randrange(MOST_SEGMENTS)):
+            part = draw.choice(self._blocks) * draw.randint(1, 4)
+            if found[0] - part >= MIN_LARGE_REQUEST:
+                found[0] -= part
+                found.append(part)
+        return _segments(found)
+
+    def _changed(self, segments: tuple[int, ...]) -> tuple[int, ...]:
+        """The segments, one of them of another size, cut in two, or joined to another."""
+        draw, found = self._random, list[float](segments)
+        at, to, block = draw.randrange(len(found)), draw.randrange(len(found)), draw.choice(self._blocks)
+        way = draw.choice(("size", "move", "move", "cut", "join"))
+        if way == "move" and at != to:
+            found[at] -= block
+            found[to] += block
+        elif way == "cut" and len(found) < MOST_SEGMENTS:
+            part = block * draw.randint(1, 3)
+            found[at] -= part
+            found.append(part)
+        elif way == "join" and at != to:
+            found[to] += found[at]
+            found[at] = 0
+        else:
+            found[at] += self._peak * draw.choice((0.1, 0.02, 0.005)) * draw.uniform(-1, 1)
+        return _segments(found) or segments
+
+
+def most_in_use(events: Iterable[Event]) -> int:
+    """The most bytes of blocks that are there at once."""
+    now = most = 0
+    there: dict[int, int] = {}
+    for number, size in events:
+        most = max(most, now + size)
+        if number != _AT_ONCE:
+            now += size or -there.pop(number)
+            there[number] = size
+    return most
+
+
+def _segments(sizes: Iterable[float]) -> tuple[int, ...]:
+    """Segments of about these sizes, as PyTorch makes them. Each is larger than those before it: else it
+    would be cut out of one of these."""
+    found: list[int] = []
+    for size in sorted(sizes):
+        if size >= MIN_LARGE_REQUEST:
+            least = found[-1] + 1 if found else 0
+            found.append(-(-max(int(size), least) // LARGE_ROUNDING) * LARGE_ROUNDING)
+    return tuple(found)
