@@ -78,7 +78,8 @@ class Wiring:
         ids: For each position the operation of the graph; -1 for a call that is none.
         operands, results, written: By position, the values of tensors; -1 for what is no value.
         saves: For each save its value; -1 where there is none, or it may not be made again.
-        begun: For each save how many calls have begun by then.
+        begun, saved_bytes: For each save how many calls have begun by then, and the bytes of its memory.
+        grad_switches: The positions at which gradients are switched off and on, by turns.
         asked: The saves that nodes ask for, in order.
         entries: For each of these the operation of the graph that is the entry behind it.
     """
@@ -89,6 +90,8 @@ class Wiring:
     written: list[tuple[int, ...]]
     saves: list[int]
     begun: list[int]
+    saved_bytes: list[int]
+    grad_switches: list[int]
     asked: list[int]
     entries: list[int]
 
@@ -107,7 +110,7 @@ class ReplayProblem(Problem):
     """
 
     replayed: ReplayGraph = field(default_factory=ReplayGraph)
-    wiring: Wiring = field(default_factory=lambda: Wiring([], [], [], [], [], [], [], []))
+    wiring: Wiring = field(default_factory=lambda: Wiring(*([] for _ in range(10))))
     operators: tuple[str, ...] = ()
     calls_of: Mapping[BaseOp, tuple[int, ...]] = field(default_factory=dict)
     row_of_event: Mapping[int, BaseOp] = field(default_factory=dict)
@@ -481,7 +484,9 @@ class _Builder:
                 asked.append(number)
                 entries.append(self._entry_ids[row])
         begun = [save.begun for save in self.saved.saves]
-        return Wiring(ids, operands, results, written, saves, begun, asked, entries)
+        taken = [save.bytes for save in self.saved.saves]
+        switches = self.saved.grad_switches
+        return Wiring(ids, operands, results, written, saves, begun, taken, switches, asked, entries)
 
 
 def replay_record(problem: ReplayProblem) -> ReplayRecord:
@@ -501,6 +506,8 @@ def replay_record(problem: ReplayProblem) -> ReplayRecord:
         written=[number[v] for values in wiring.written for v in values],
         saves=[number[v] for v in wiring.saves],
         begun=wiring.begun,
+        saved_bytes=wiring.saved_bytes,
+        grad_switches=wiring.grad_switches,
         asked=wiring.asked,
         entries=wiring.entries,
     )
