@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from planner._torch import fake
 from planner._torch.tensors import SPARSE, held_tensors, storage_number, strided_copy
+from planner._torch.without_data.ctc_loss import lengths_are_tensors
 from planner.parallel.fully_shard import ShardedUnits
 from planner.replay.calls import (
     is_batch_norm,
@@ -160,7 +161,7 @@ class SavesRecorder(StepRecorder):
         after = every_module.register_module_forward_hook(self._leave, always_call=True)
         try:
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-            with hooks, self._units.watched(), _AsWithData():
+            with hooks, self._units.watched(), _AsWithData(), lengths_are_tensors():
                 yield
         finally:
             before.remove()
