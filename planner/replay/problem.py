@@ -404,6 +404,8 @@ class _Builder:
             call = self.events[row.event].call
             assert call is not None
             row.op.seconds, row.op.workspace_bytes = seconds[call], memories[call].workspace_bytes
+            if self.saved.made[row.event].position >= 0:
+                row.op.workspace_bytes += self._number_bytes(call)
             key = call, tuple(values[v].bytes for v in row.made)
             if row.made and key not in known:
                 known[key] = real_sizes(calls[call], memories[call], list(key[1]))
@@ -429,7 +431,8 @@ class _Builder:
         calls = [row.event, *writers]
         self.calls_of[row_of_event[row.event]] = tuple(calls)
         states = [self._states[c] for c in calls if c in self._states]
-        if not writers and not states:
+        calls_made = [self._call_of(c) for c in calls]
+        if not writers and not states and not self._number_bytes(calls_made[0]):
             return None
         reads = {
             self.value_of[s]
@@ -444,10 +447,24 @@ class _Builder:
             inputs=(*sorted(reads), *states),
             outputs=row.made,
             seconds=sum(op.seconds for op in ops),
-            workspace_bytes=max(op.workspace_bytes for op in ops) + extra,
+            workspace_bytes=max(memories[c].workspace_bytes for c in calls_made) + extra,
             replay=None,
             writes=(),
         )
+
+    def _call_of(self, event: int) -> int:
+        call = self.events[event].call
+        assert call is not None
+        return call
+
+    def _number_bytes(self, number: int) -> int:
+        """What a call's Python numbers take as tensors beside those that the operator itself makes of them:
+        under a dispatch mode PyTorch makes them twice."""
+        if self.device.kind != "cpu":
+            return 0
+        call = self.recording.calls[number]
+        numbers = operators.numbers_for_tensors(call.func, call.args) if call.args else {}
+        return sum(operators.number_as_tensor(n).nbytes for n in numbers.values())
 
     # ---- how calls are put together ----------------------------------------------------------------------
 
