@@ -26,7 +26,7 @@ class GradientsOfExtremes:
             pause: A context in which nothing is recorded.
         """
         self._record, self._pause, self._recording = record, pause, False
-        self._compared: Sequence[Any] = ()
+        self._compared: tuple[Any, Any] | None = None
         self._shared: Any = None
 
     def instead(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
@@ -34,17 +34,17 @@ class GradientsOfExtremes:
         if self._recording or torch.is_grad_enabled():
             return None
         if func is aten.eq.Tensor:
-            self._compared = args
+            self._compared = args[0], args[1]
         if func is aten.div.Tensor:
             self._shared = args[0]
-        if func is not aten.mul.Tensor or not self._compared:
+        if func is not aten.mul.Tensor or self._compared is None:
             with self._pause():
                 return (func(*args, **kwargs),)
         self._recording = True
         try:
             return (self._filled(*self._compared, self._shared),)
         finally:
-            self._recording, self._compared, self._shared = False, (), None
+            self._recording, self._compared, self._shared = False, None, None
 
     def _filled(self, elements: torch.Tensor, extreme: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         record = self._record
