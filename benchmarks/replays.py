@@ -71,7 +71,8 @@ def by_replays(row: dict[str, Any]) -> Planned:
 
 def markdown(rows: dict[str, dict[str, Any]], graphs: dict[str, Planned], made: int) -> str:
     """Both as a page of the documentation."""
-    names = [name for name in zoo.everything() if name in rows]
+    there = [name for name in zoo.everything() if name in rows]
+    names = [name for name in there if "ModuleNotFoundError" not in rows[name].get("failed", "")]
     replays = {name: by_replays(rows[name]) for name in names}
     verdicts = [replays[name].verdict for name in names]
     said = [name for name in names if rows[name].get("warnings")]
@@ -91,7 +92,8 @@ def markdown(rows: dict[str, dict[str, Any]], graphs: dict[str, Planned], made: 
         *_INTRODUCTION,
         "",
         f"- {len(names)} models of {made} were run: "
-        + ", ".join(f"{verdicts.count(word)} {word}" for word in dict.fromkeys(verdicts)),
+        + ", ".join(f"{verdicts.count(word)} {word}" for word in dict.fromkeys(verdicts))
+        + (f"; {len(there) - len(names)} need packages that were not there" if there != names else ""),
         f"- {len(said)} were warned of{': ' + ', '.join(said) if said else ''}",
     ]
     if least:
