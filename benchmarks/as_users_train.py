@@ -1,6 +1,6 @@
 """Models trained as their users train them, with plans and without: is everything the same at the end?
 
-    python benchmarks/as_users_train.py [--only maml,sac] [--budget 70%] [--backend eager] [--solver auto]
+    python benchmarks/as_users_train.py [--only maml,sac] [--budget 70%] [--backend replay] [--solver auto]
                                         [--how module] [--timeout 300] [--again] [--json]
                                         [--out docs/results/as-users-train.md]
 
@@ -248,7 +248,7 @@ def main() -> None:
     every = users.everything()
     parser.add_argument("--only", help="names of programs; all if not given")
     parser.add_argument("--budget", default="70%")
-    parser.add_argument("--backend", default="eager", help="what runs plans")
+    parser.add_argument("--backend", default="auto", help="what follows plans")
     parser.add_argument("--how", choices=get_args(How), default="step", help="what is planned")
     parser.add_argument("--solver", default="auto")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a program")

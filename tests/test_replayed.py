@@ -509,3 +509,26 @@ def test_kinds_as_vectors_are_followed_as_they_are_with_data() -> None:
         warnings.simplefilter("error", planner.PlanWarning)
         report = planner.verify(model, (kinds,), plan=_planned(model, kinds), repeats=0)
     assert report.ok, report.problems
+
+
+def test_ctc_losses_are_followed_as_they_are_under_a_dispatch_mode() -> None:
+    """PyTorch goes on with lengths as tensors there, and with numbers of them without a mode."""
+
+    class Speech(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.GELU())
+            self.head = nn.Linear(32, 6)
+
+        def forward(self, sound: Tensor, text: Tensor, length: Tensor, letters: Tensor) -> Tensor:
+            return F.ctc_loss(self.head(self.layers(sound)).log_softmax(-1), text, length, letters)
+
+    torch.manual_seed(0)
+    model, text = Speech(), torch.randint(1, 6, (4, 5))
+    inputs = torch.randn(20, 4, 8), text, torch.tensor([20, 20, 18, 15]), torch.tensor([5, 4, 5, 3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        plan = planner.plan(model, inputs, budget="min", backend="replay", costs="roofline")
+        report = planner.verify(model, inputs, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes

@@ -4,6 +4,7 @@ from benchmarks.mutations.record import Change, Mutation
 
 _FOLLOW = "planner/replay/follow.py"
 _TESTS = "tests/test_replayed.py"
+_PATHS = "tests/test_replayed_paths.py"
 
 REPLAYS = [
     Mutation(
@@ -85,5 +86,47 @@ REPLAYS = [
             "tests/test_force_fields.py::"
             "test_force_fields_that_are_no_graph_are_planned_by_replays[LikeMaceWithStress]",
         ),
+    ),
+    Mutation(
+        "sizes-that-data-set",
+        "What autograd saves is compared with what was planned, and more is told of.",
+        "A step whose sizes data set takes more than predicted without a word.",
+        (Change(_FOLLOW, "        if self.larger is not None:\n", "        if False:\n"),),
+        (f"{_PATHS}::test_sizes_that_data_set_are_told_of",),
+    ),
+    Mutation(
+        "calls-beside-the-plan",
+        "What calls make that the plan has not seen is told of where it does not fit.",
+        "It is not counted.",
+        (Change(_FOLLOW, "        self.besides.made(", "        (lambda *_: None)("),),
+        (f"{_PATHS}::test_calls_that_the_plan_has_not_seen_are_told_of_where_they_do_not_fit",),
+    ),
+    Mutation(
+        "kept-on-another-path",
+        "On another path what no noted call makes is not let go of.",
+        "A backward asks for it again, and there is nothing to make it of.",
+        (
+            Change(
+                _FOLLOW,
+                "            if self.followed or not (slot in self.steps.bits or slot in self.kept) or "
+                "self._can_be_made(slot):\n",
+                "            if True:\n",
+            ),
+        ),
+        (f"{_TESTS}::test_whatever_a_file_says_of_calls_gradients_are_eagers",),
+    ),
+    Mutation(
+        "schedule-on-another-path",
+        "A step on another path follows the schedule as far as it can.",
+        "All is made again at once, in more memory than without a plan.",
+        (Change(_FOLLOW, "        self.in_order = True  # the", "        self.in_order = False  # the"),),
+        (f"{_PATHS}::test_on_another_path_the_plan_goes_on_behind_it",),
+    ),
+    Mutation(
+        "lengths-of-a-ctc-loss",
+        "A CTC loss is recorded as it runs under a dispatch mode.",
+        "It is recorded as without, and each step is warned of.",
+        (Change("planner/replay/recorder.py", ", lengths_are_tensors():\n", ":\n"),),
+        (f"{_TESTS}::test_ctc_losses_are_followed_as_they_are_under_a_dispatch_mode",),
     ),
 ]

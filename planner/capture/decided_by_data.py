@@ -47,10 +47,15 @@ def told_by_data(answers: Answers | None) -> list[str]:
     ]
 
 
-def has_sparse(recording: Recording) -> bool:
-    """Whether operations of a step take or return sparse tensors."""
+def has_sparse(recording: Recording, *, compressed: bool = False) -> bool:
+    """Whether operations of a step take or return sparse tensors.
+
+    Args:
+        compressed: Whether only those by rows or columns are meant.
+    """
     calls = [(call.args, dict(call.kwargs)) for call in recording.calls]
-    return any(t.layout in SPARSE for t in tensors_in([calls, recording.outputs]))
+    layouts = SPARSE.keys() - {torch.sparse_coo} if compressed else SPARSE.keys()
+    return any(t.layout in layouts for t in tensors_in([calls, recording.outputs]))
 
 
 def has_products(joints: Iterable[JointGraph]) -> bool:

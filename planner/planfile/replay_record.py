@@ -33,6 +33,13 @@ class ReplayRecord(Record):
         "-1: it is kept"
     )
     begun: Counts = Field(description="for each of them how many calls of operators have begun by then")
+    saved_bytes: Counts = Field(
+        description="for each of them the bytes of its memory; 0: it was there before the step"
+    )
+    grad_switches: list[Index] = Field(
+        max_length=_MOST,
+        description="the calls, by position, where gradients are switched off and on, by turns",
+    )
     asked: list[Index] = Field(
         max_length=_MOST, description="those of them that the backward asks for, in order"
     )
@@ -55,6 +62,7 @@ class ReplayRecord(Record):
             ("written_counts", count),
             ("written", sum(self.written_counts)),
             ("begun", len(self.saves)),
+            ("saved_bytes", len(self.saves)),
             ("entries", len(self.asked)),
         ):
             found = len(getattr(self, name))
@@ -65,6 +73,9 @@ class ReplayRecord(Record):
             raise InconsistentError("a value is made twice", "results")
         if sorted(self.begun) != self.begun:
             raise InconsistentError("it falls somewhere, and calls only come", "begun")
+        switches = self.grad_switches
+        if sorted(set(switches)) != switches or max(switches, default=-1) >= max(count, 1):
+            raise InconsistentError("they are no growing positions of calls", "grad_switches")
         largest = max(self.asked, default=-1)
         if largest >= len(self.saves):
             raise InconsistentError(f"{largest} is not below {len(self.saves)}", "asked")

@@ -1,8 +1,6 @@
 """The solvers' graph of a step as plan files store it."""
 
 from collections.abc import Sequence
-from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
@@ -10,6 +8,7 @@ from planner.capture.captured_step import CapturedStep
 from planner.planfile.graph_record import OpRecord
 from planner.planfile.step_record import StepRecord
 from planner.problem.build import Problem
+from planner.training_step.user_lines import short_line
 from solvers.model.arrays import Integers
 from solvers.model.graph import Graph, Op, Phase
 
@@ -39,7 +38,7 @@ def step_record(captured: CapturedStep, problem: Problem) -> StepRecord:
             continue
         ops.append(source.op)
         if (key := (source.graph, source.op)) not in known:
-            line = _short(joint.ops[source.op].line)
+            line = short_line(joint.ops[source.op].line)
             known[key] = -1 if line is None else lines.setdefault(line, len(lines))
         line_of.append(known[key])
     replayed = {int(op.replay): i for i, op in enumerate(base) if op.replay is not None}
@@ -88,20 +87,3 @@ def _outside(op: Op, made_bytes: int) -> OpRecord:
 def _numbers(number: Integers, ops: Sequence[Op], field: str) -> list[int]:
     found: list[int] = number[[v for op in ops for v in getattr(op, field)]].tolist() if ops else []
     return found
-
-
-def _short(line: str | None) -> str | None:
-    """The line by its file as it is imported, as in models/net.py:12: the same on other machines."""
-    if line is None:
-        return None
-    file, _, number = line.rpartition(":")
-    return f"{_imported(file)}:{number}"
-
-
-@lru_cache(maxsize=4096)
-def _imported(file: str) -> str:
-    path = Path(file)
-    folder = path.parent
-    while (folder / "__init__.py").exists() and folder != folder.parent:
-        folder = folder.parent
-    return path.relative_to(folder).as_posix()

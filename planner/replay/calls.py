@@ -5,13 +5,16 @@ nothing, and a tensor that is made again takes the place in its storage that it 
 """
 
 import functools
+import sys
 from collections.abc import Iterator
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
 from planner._torch import operators
 from planner._torch.tensors import SPARSE
+from planner.training_step.user_lines import is_users_file
 
 aten = torch.ops.aten
 
@@ -133,3 +136,14 @@ def can_run_again(func: Any) -> bool:
         or func in _STATISTICS_FROM
         or name == "aten::_batch_norm_with_update"
     )
+
+
+def users_line(within: CodeType) -> str | None:
+    """The innermost line of the user's code that is running, inside of a call of a function of ours."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not within:
+        file = frame.f_code.co_filename
+        if is_users_file(file) and not file.endswith("/contextlib.py"):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None

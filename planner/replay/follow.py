@@ -26,6 +26,7 @@ from planner.errors import FreedError, InputsChanged, warn
 from planner.graph.replay.rng import generator_state, run_from_state
 from planner.graph.replay.rnn_reserve import with_reserve
 from planner.replay import masks
+from planner.replay.besides import Besides
 from planner.replay.calls import (
     COUNTED,
     can_run_again,
@@ -35,11 +36,13 @@ from planner.replay.calls import (
     operands_of,
     results_of,
     statistics_of,
+    users_line,
     without_statistics,
     written_operands,
 )
 from planner.replay.program import Call, Program, Run
 from planner.replay.units import ROOT, Units
+from planner.training_step.user_lines import short_line
 
 Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype]
 
@@ -58,10 +61,13 @@ class Steps:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.calls, self.saves = program.calls, program.saves
-        self._told_of_order = False
+        self._told: set[str] = set()
+        self.grad, self.saved_bytes = program.grad, program.saved_bytes
         self.names, self.begun = program.operators, program.begun
         self.operators: list[Any] = [None] * len(program.operators)  # as they are first met
         self.asks = frozenset(program.runs) | frozenset(program.free)
+        self.bits = frozenset(program.bits.values())
+        self.in_order = sorted(program.order, key=lambda save: program.order[save])
         self.masks = {
             slot
             for slot in program.bits
@@ -71,18 +77,21 @@ class Steps:
 
     def out_of_order(self) -> None:
         """A backward asks for what was saved in another order than planned; say so, once."""
-        if not self._told_of_order:
-            self._told_of_order = True
-            warn(
-                "the backward runs in another order than planned, as for one of several losses: what it "
-                "reads is made again as it is asked for, and the step may take more than predicted. Plan the "
-                "step as it is trained, with planner.step around the function that computes its losses"
-            )
+        self.tell_once(
+            "order",
+            "the backward runs in another order than planned, as for one of several losses: what it reads is "
+            "made again as it is asked for, and the step may take more than predicted. Plan the step as it "
+            "is trained, with planner.step around the function that computes its losses",
+        )
+
+    def tell_once(self, of: str, text: str) -> None:
+        """Warn, once of each."""
+        if of not in self._told:
+            self._told.add(of)
+            warn(text)
 
     def is_expected(self, position: int, func: Any) -> bool:
         """Whether an operator is the one of a position."""
-        if position >= len(self.names):
-            return False
         if str(func) != self.names[position]:
             return False
         self.operators[position] = func
@@ -165,8 +174,8 @@ class FollowedStep:
     """One forward of a planned module and its backward.
 
     Attributes:
-        followed: Whether all calls of the plan came, each with what the plan has there; then the backward
-            follows the schedule. Other calls between them only take what they take.
+        followed: Whether all calls came that the plan has something to do with, each with what the plan has
+            there. Otherwise the schedule is followed as far as that can be; what it lacks is made on demand.
     """
 
     def __init__(self, steps: Steps, units: Units) -> None:
@@ -175,8 +184,12 @@ class FollowedStep:
         self.position = self.save = 0
         self.strayed = False  # something was not the value that the plan has there
         self.skipped = 0  # calls of the plan that did not come
-        self._unmatched: list[str] = []  # the operators that came in their place
-        self.followed = False  # the whole forward was as planned: the backward follows the schedule
+        self.missed = False  # the plan has something to do with one of them
+        self.besides: Besides | None = None  # what calls take that the plan has not seen
+        self.larger: tuple[int, int] | None = None  # bytes of a saved tensor, and those that were planned
+        self._unmatched: list[tuple[str, bool, str | None]] = []  # the operators that came in their place
+        self.followed = False  # the whole forward was as planned, as far as the plan has to do with it
+        self.in_order = True  # the backward asks in the order of the plan, and follows the schedule
         self.asked = 0  # how many saves a backward has asked for that frees what it has read
         self.refs: dict[int, Any] = {}  # by slot, a weak reference to its storage
         self.versions: dict[int, int] = {}
@@ -292,6 +305,9 @@ class FollowedStep:
                 return tensor, tensor._version  # the plan has no save here
         self.save = save + 1
         slot = self.saves[save]
+        planned = self.steps.saved_bytes[save]
+        if planned and tensor.untyped_storage().nbytes() > planned:
+            self.larger = tensor.untyped_storage().nbytes(), planned
         if slot < 0:
             tensor = without_history(tensor)  # the node of a result would hold itself
             if save in self.steps.asks:
@@ -322,23 +338,55 @@ class FollowedStep:
                     if held.tensor.untyped_storage() is storage:
                         held.version = -1
 
-    def found_again(self, func: Any) -> bool:
+    def found_again(self, func: Any, grad: bool) -> bool:
         """Whether a call that is not the one of its position is one of a later position.
 
-        It is where the call and those right before it, up to three, follow each other there. Positions only
-        grow: what an earlier one stands for may still be asked for.
+        It is where the call and the one right before it follow each other there, from the same lines of the
+        user's, or that and two before it where these are not known; and where it is the first with gradients,
+        as of a forward that recycles its results fewer times. Positions only grow: what an earlier one stands
+        for may still be asked for.
         """
-        recent = self._unmatched = [*self._unmatched[-2:], str(func)]
-        if len(recent) < 2:
-            return False  # one call more, as a check of data that a step without data leaves out
-        names, length = self.steps.names, len(recent)
-        for position in range(self.position + length - 1, len(names)):
-            if names[position] == recent[-1] and names[position + 1 - length : position + 1] == tuple(recent):
-                self.skipped += position - self.position
-                self.position = position + 1
-                self._unmatched = []
-                return True
+        line = short_line(users_line(followed.__code__))
+        self._unmatched = [*self._unmatched[-2:], (str(func), grad, line)]
+        recent, end = self._unmatched, len(self.steps.names)
+        if grad and self.position < end and not self.steps.grad[self.position]:
+            first = next((p for p in range(self.position, end) if self.steps.grad[p]), end)
+            if first < end and self._is_like(first, recent[-1]):
+                return self._go_on_at(first)
+        if len(recent) < (3 if line is None else 2):
+            return False  # few calls more, as a check of data that a step without data leaves out
+        for position in range(self.position + len(recent) - 1, end):
+            if all(self._is_like(position - i, call) for i, call in enumerate(reversed(recent))):
+                return self._go_on_at(position)
         return False
+
+    def _is_like(self, position: int, call: tuple[str, bool, str | None]) -> bool:
+        name, grad, line = call
+        program = self.steps.program
+        there = program.lines[position]
+        return (
+            name == program.operators[position]
+            and grad is program.grad[position]
+            and (not there or line is None or there == line)
+        )
+
+    def _go_on_at(self, position: int) -> bool:
+        self.skipped += position - self.position
+        self.missed = self.missed or any(self.calls[p] is not None for p in range(self.position, position))
+        self.position = position + 1
+        self._unmatched = []
+        return True
+
+    def came_besides(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """A call came that is none of the plan's."""
+        if operators.writes(func) or is_batch_norm(func):
+            self.wrote(func, args, kwargs)
+        if self.besides is None:
+            there = weakref.ref(self)
+            self.besides = Besides(
+                self.steps.program.room, lambda: 0 if (step := there()) is None else step.position
+            )
+        self.besides.made(operands_of(args, kwargs), results_of(out))
 
     @property
     def strayed_from(self) -> str:
@@ -357,12 +405,30 @@ class FollowedStep:
 
     def finished(self) -> None:
         """The forward is over."""
-        self.followed = (
-            not self.skipped
-            and not self.strayed
-            and self.position == len(self.calls)
-            and self.save == len(self.saves)
-        )
+        if self.besides is not None:
+            self.besides.finished()
+        if self.position < len(self.calls):
+            self.missed = self.missed or any(call is not None for call in self.calls[self.position :])
+            self.skipped += len(self.calls) - self.position
+            self.position = len(self.calls)
+        self.followed = not self.missed and not self.strayed and self.save == len(self.saves)
+
+    def tell_of_more(self) -> None:
+        """Say what takes more than planned in a forward that was followed, at the planned shapes."""
+        if self.larger is not None:
+            self.steps.tell_once(
+                "larger",
+                "a tensor that autograd saves takes {:,} bytes instead of {:,}, although the inputs have the "
+                "planned shapes: data or something else in the model set sizes, and the step may take more "
+                "than predicted. Plan it where it takes most, or for a lower budget".format(*self.larger),
+            )
+        if self.besides is not None and self.besides.over:
+            self.steps.tell_once(
+                "besides",
+                "the forward took a path that the plan has not seen: calls of operators that are none of the "
+                f"plan's make {self.besides.over:,} bytes more than there is room for, and the step may take "
+                "more than predicted. Plan the step as it is trained, with inputs that lead along this path",
+            )
 
     # ---- backward -------------------------------------------------------------------------------------
 
@@ -389,28 +455,42 @@ class FollowedStep:
     def before(self, save: int) -> None:
         """Run again what the plan runs again before a save is handed out."""
         self.begun = True
-        if not self.followed:
+        if not self.in_order:
             return
         keep = graph_is_kept()
         if not keep:
-            if self.steps.program.order.get(save) != self.asked:
-                self.followed = False  # it comes in another order: nothing more is let go of
-                self.steps.out_of_order()
+            place = self.steps.program.order.get(save, -1)
+            if place != self.asked and (self.followed or place < self.asked):
+                self.in_order = False  # it comes in another order: nothing more is let go of
+                if self.followed:
+                    self.steps.out_of_order()
                 return
-            self.asked += 1
+            for passed in self.steps.in_order[self.asked : place]:  # on another path these are not asked for
+                self._run_all(passed, keep)
+                self._let_go(self.steps.program.free.get(passed, ()))
+            self.asked = place + 1
+        self._run_all(save, keep)
+
+    def _run_all(self, save: int, keep: bool) -> None:
         if runs := self.steps.program.runs.get(save):
             with _plain():
                 for run in runs:
                     self._run_again(run, keep)
 
+    def _let_go(self, slots: Iterable[int]) -> None:
+        """Let go of slots. On another path more may be made on demand than planned: what the forward left
+        there, and no noted call makes, stays."""
+        for slot in slots:
+            if self.followed or not (slot in self.steps.bits or slot in self.kept) or self._can_be_made(slot):
+                self.slots[slot] = None
+
     def after(self, save: int, slot: int = -1) -> None:
         """Let go of what the plan lets go of behind a save."""
         if graph_is_kept():
             return
-        if self.followed:
-            for freed in self.steps.program.free.get(save, ()):
-                self.slots[freed] = None
-        elif slot >= 0 and self.waiting[slot] <= 0:
+        if self.in_order:
+            self._let_go(self.steps.program.free.get(save, ()))
+        elif slot >= 0 and self.waiting[slot] <= 0 and self._can_be_made(slot):
             self.slots[slot] = None
 
     def _run_again(self, run: Run, keep: bool) -> None:
@@ -430,9 +510,8 @@ class FollowedStep:
                     self.kept.discard(slot)
             del made
         if not keep:
-            for slot in run.free:
-                self.slots[slot] = None
-            if run.last:
+            self._let_go(run.free)
+            if run.last and self.followed:
                 for call in run.calls:
                     self.recipes.pop(call, None)
 
@@ -491,21 +570,27 @@ class FollowedStep:
                         needed.add(look.slot)
                         pending.append(look.slot)
         found: dict[int, torch.Tensor] = {}
-        done: set[int] = set()
+        runs: dict[
+            int, tuple[Call, list[int]]
+        ] = {}  # by position, with the calls that write over the results
+        read_last: dict[int, int] = {slot: len(self.calls)}
+        for position in sorted({makers[one][0] for one in needed}):
+            first = self.calls[position]
+            assert first is not None
+            every = sorted({c for _, s, _ in first.results for c in makers.get(s, ())})
+            runs[position] = first, every
+            for look in (look for c in every for look in _among(self._recipe(c), _Look)):
+                read_last[look.slot] = max(read_last.get(look.slot, -1), position)
         with _plain():
-            for one in sorted(needed, key=lambda s: makers[s][0]):
-                calls = makers[one]
-                if calls[0] in done:
-                    continue
-                done.add(calls[0])
-                first = self.calls[calls[0]]
-                assert first is not None
-                every = sorted({c for _, s, _ in first.results for c in makers.get(s, ())})
+            for position, (first, every) in runs.items():
                 for (_, s, _), made in zip(first.results, self._picked(every, found, first), strict=True):
                     found[s] = made
-                    if self.waiting.get(s, 0) > 0:
+                    if self.waiting.get(s, 0) > 0 and not self.in_order:
                         self.slots[s] = made
                         self.kept.discard(s)
+                for s in [s for s in found if read_last.get(s, -1) <= position]:
+                    del found[s]
+                del made
         return found[slot]
 
     def _recipe(self, position: int) -> "_Recipe":
@@ -591,15 +676,17 @@ class Following(CountingMode):
             if operators.writes(func):
                 step.wrote(func, args, kwargs)
             return func(*args, **kwargs) if kwargs else func(*args)
-        position = step.position
-        if position < len(step.calls) and (
-            step.operators[position] is func or step.steps.is_expected(position, func)
+        position, grad = step.position, torch.is_grad_enabled()
+        if (
+            position < len(step.calls)
+            and step.steps.grad[position] is grad
+            and (step.operators[position] is func or step.steps.is_expected(position, func))
         ):
             step.position = position + 1
-        elif not step.found_again(func):
-            if operators.writes(func) or is_batch_norm(func):
-                step.wrote(func, args, kwargs)
-            return func(*args, **kwargs) if kwargs else func(*args)
+        elif not step.found_again(func, grad):
+            out = func(*args, **kwargs) if kwargs else func(*args)
+            step.came_besides(func, args, kwargs, out)
+            return out
         call = step.calls[step.position - 1]
         if call is not None:
             return step.run(call, func, args, kwargs)

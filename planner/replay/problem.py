@@ -78,7 +78,8 @@ class Wiring:
         ids: For each position the operation of the graph; -1 for a call that is none.
         operands, results, written: By position, the values of tensors; -1 for what is no value.
         saves: For each save its value; -1 where there is none, or it may not be made again.
-        begun: For each save how many calls have begun by then.
+        begun, saved_bytes: For each save how many calls have begun by then, and the bytes of its memory.
+        grad_switches: The positions at which gradients are switched off and on, by turns.
         asked: The saves that nodes ask for, in order.
         entries: For each of these the operation of the graph that is the entry behind it.
     """
@@ -89,6 +90,8 @@ class Wiring:
     written: list[tuple[int, ...]]
     saves: list[int]
     begun: list[int]
+    saved_bytes: list[int]
+    grad_switches: list[int]
     asked: list[int]
     entries: list[int]
 
@@ -107,7 +110,7 @@ class ReplayProblem(Problem):
     """
 
     replayed: ReplayGraph = field(default_factory=ReplayGraph)
-    wiring: Wiring = field(default_factory=lambda: Wiring([], [], [], [], [], [], [], []))
+    wiring: Wiring = field(default_factory=lambda: Wiring(*([] for _ in range(10))))
     operators: tuple[str, ...] = ()
     calls_of: Mapping[BaseOp, tuple[int, ...]] = field(default_factory=dict)
     row_of_event: Mapping[int, BaseOp] = field(default_factory=dict)
@@ -401,6 +404,8 @@ class _Builder:
             call = self.events[row.event].call
             assert call is not None
             row.op.seconds, row.op.workspace_bytes = seconds[call], memories[call].workspace_bytes
+            if self.saved.made[row.event].position >= 0:
+                row.op.workspace_bytes += self._number_bytes(call)
             key = call, tuple(values[v].bytes for v in row.made)
             if row.made and key not in known:
                 known[key] = real_sizes(calls[call], memories[call], list(key[1]))
@@ -426,7 +431,8 @@ class _Builder:
         calls = [row.event, *writers]
         self.calls_of[row_of_event[row.event]] = tuple(calls)
         states = [self._states[c] for c in calls if c in self._states]
-        if not writers and not states:
+        calls_made = [self._call_of(c) for c in calls]
+        if not writers and not states and not self._number_bytes(calls_made[0]):
             return None
         reads = {
             self.value_of[s]
@@ -441,10 +447,24 @@ class _Builder:
             inputs=(*sorted(reads), *states),
             outputs=row.made,
             seconds=sum(op.seconds for op in ops),
-            workspace_bytes=max(op.workspace_bytes for op in ops) + extra,
+            workspace_bytes=max(memories[c].workspace_bytes for c in calls_made) + extra,
             replay=None,
             writes=(),
         )
+
+    def _call_of(self, event: int) -> int:
+        call = self.events[event].call
+        assert call is not None
+        return call
+
+    def _number_bytes(self, number: int) -> int:
+        """What a call's Python numbers take as tensors beside those that the operator itself makes of them:
+        under a dispatch mode PyTorch makes them twice."""
+        if self.device.kind != "cpu":
+            return 0
+        call = self.recording.calls[number]
+        numbers = operators.numbers_for_tensors(call.func, call.args) if call.args else {}
+        return sum(operators.number_as_tensor(n).nbytes for n in numbers.values())
 
     # ---- how calls are put together ----------------------------------------------------------------------
 
@@ -481,7 +501,9 @@ class _Builder:
                 asked.append(number)
                 entries.append(self._entry_ids[row])
         begun = [save.begun for save in self.saved.saves]
-        return Wiring(ids, operands, results, written, saves, begun, asked, entries)
+        taken = [save.bytes for save in self.saved.saves]
+        switches = self.saved.grad_switches
+        return Wiring(ids, operands, results, written, saves, begun, taken, switches, asked, entries)
 
 
 def replay_record(problem: ReplayProblem) -> ReplayRecord:
@@ -501,6 +523,8 @@ def replay_record(problem: ReplayProblem) -> ReplayRecord:
         written=[number[v] for values in wiring.written for v in values],
         saves=[number[v] for v in wiring.saves],
         begun=wiring.begun,
+        saved_bytes=wiring.saved_bytes,
+        grad_switches=wiring.grad_switches,
         asked=wiring.asked,
         entries=wiring.entries,
     )

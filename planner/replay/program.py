@@ -66,6 +66,10 @@ class Program:
         calls: What is done at each; None: it just runs.
         saves: For each save the slot that is dropped; -1: it is kept.
         begun: For each save how many calls have begun by then.
+        saved_bytes: For each save the bytes of its memory; 0 where that was there before.
+        grad: For each call whether gradients are on.
+        lines: For each call the user's line that makes it; empty where it is not known.
+        room: By the number of calls that came, the bytes that are left up to the peak.
         runs: By save, what runs again when it is asked for, before it is handed out.
         free: By save, the slots that are let go of when it was handed out.
         makers: By slot, the positions of the call that makes it and of those that write it.
@@ -77,6 +81,10 @@ class Program:
     calls: list[Call | None]
     saves: list[int]
     begun: list[int]
+    saved_bytes: list[int]
+    grad: list[bool]
+    lines: list[str]
+    room: list[int]
     runs: dict[int, list[Run]] = field(default_factory=dict)
     free: dict[int, tuple[int, ...]] = field(default_factory=dict)
     makers: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -99,6 +107,7 @@ class _Maker:
         self.wiring = wiring
         again = simulated(plan)
         self.graph, self.schedule = again.graph, again.schedule
+        self.timeline, self.line_of = again.timeline, again.line
         self.packed = plan.graphs[0].packed
         places = again.step.places()
         self.row_of = {op: row for row, (graph, _, op) in enumerate(places) if graph == 0}
@@ -202,6 +211,10 @@ class _Maker:
             [self._call(p, recorded, slots, kept) for p in range(len(wiring.operators))],
             saves,
             list(wiring.begun),
+            list(wiring.saved_bytes),
+            self._grad(),
+            [self.line_of(row) if (row := self.row_of.get(op, -1)) >= 0 else "" for op in wiring.ids],
+            self._room(),
         )
         for position, slot in bits.items():
             mask = next(v for v in self.results[position] if v >= 0)
@@ -252,6 +265,19 @@ class _Maker:
         ]
         program.order = {save: place for place, save in enumerate(dict.fromkeys(seen))}
         return program
+
+    def _grad(self) -> list[bool]:
+        ends = [*self.wiring.grad_switches, len(self.wiring.operators)]
+        counts = np.diff([0, *ends])
+        return [number % 2 == 0 for number, count in enumerate(counts) for _ in range(count)]
+
+    def _room(self) -> list[int]:
+        peak = self.timeline.peak_bytes
+        room = [peak]
+        for op in self.wiring.ids:
+            row = self.row_of.get(op, -1)  # in the forward the steps of a schedule are its rows
+            room.append(room[-1] if row < 0 else peak - int(self.timeline.live_bytes[row]))
+        return room
 
     def _call(self, position: int, recorded: set[int], slots: set[int], kept: dict[int, int]) -> Call | None:
         results = tuple(

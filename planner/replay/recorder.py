@@ -6,12 +6,10 @@ is unpacked is a stand-in, a tensor of the same form in memory of its own, whose
 done with it. So one recording gives, of each storage, how long it lives if it is dropped and if it is kept.
 """
 
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from planner._torch import fake
 from planner._torch.tensors import SPARSE, held_tensors, storage_number, strided_copy
+from planner._torch.without_data.ctc_loss import lengths_are_tensors
 from planner.parallel.fully_shard import ShardedUnits
 from planner.replay.calls import (
     is_batch_norm,
@@ -27,11 +26,11 @@ from planner.replay.calls import (
     operands_of,
     results_of,
     statistics_of,
+    users_line,
     written_operands,
 )
 from planner.replay.units import ROOT, Units
 from planner.training_step.recorder import StepRecorder
-from planner.training_step.user_lines import is_users_file
 
 
 @dataclass(slots=True)
@@ -44,12 +43,14 @@ class Save:
         begun: How many counted calls of the forward have begun by then.
         unpacked: The number of events recorded when a node asked for it, each time.
         released: The last event recorded when autograd let go of it; None where it outlived the step.
+        bytes: Of the memory that it lies in; 0 where there is no such storage.
         unit: The number of the unit of ``fully_shard`` that saved it.
         gathered: Whether the unit's parameters were there each time that it was asked for.
     """
 
     storage: int
     begun: int = 0
+    bytes: int = 0
     unit: int = ROOT
     gathered: bool = True
     unpacked: list[int] = field(default_factory=list)
@@ -97,6 +98,7 @@ class Saved:
         unseen: By storage, and ``there_unseen`` by identity of the storage of another tensor, how many events
             there were when a write was noticed last that no call of an operator did.
         operators: The operators of the counted calls, by position.
+        grad_switches: The positions at which gradients are switched off and on, by turns.
         forward_events: How many events the module's forward had.
         unit_of: By identity of a parameter's storage the number of the unit that gathers it.
     """
@@ -108,6 +110,7 @@ class Saved:
     unseen: dict[int, int] = field(default_factory=dict)
     there_unseen: dict[int, int] = field(default_factory=dict)
     operators: list[Any] = field(default_factory=list)
+    grad_switches: list[int] = field(default_factory=list)
     forward_events: int = 0
     unit_of: dict[int, int] = field(default_factory=dict)
 
@@ -158,7 +161,7 @@ class SavesRecorder(StepRecorder):
         after = every_module.register_module_forward_hook(self._leave, always_call=True)
         try:
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-            with hooks, self._units.watched(), _AsWithData():
+            with hooks, self._units.watched(), _AsWithData(), lengths_are_tensors():
                 yield
         finally:
             before.remove()
@@ -184,6 +187,8 @@ class SavesRecorder(StepRecorder):
         if self._counts(func):
             position = len(self.saved.operators)
             self.saved.operators.append(func)
+            if torch.is_grad_enabled() is bool(len(self.saved.grad_switches) % 2):
+                self.saved.grad_switches.append(position)
         operands = list(operands_of(args, kwargs))
         writes = [] if is_batch_norm(func) else written_operands(func, args, kwargs)
         reads = operands[:3] if is_batch_norm(func) and len(args) > 5 and args[5] else operands
@@ -198,7 +203,7 @@ class SavesRecorder(StepRecorder):
             self._there(writes),
             self._there(statistics_of(func, args)),
             self._inside[-1] if self._in_forward else "",
-            _line() if self._in_forward else None,
+            users_line(AroundForward.__call__.__code__) if self._in_forward else None,
             self._units.current,
         )
 
@@ -260,7 +265,8 @@ class SavesRecorder(StepRecorder):
         if self._units.in_hooks:
             return tensor
         number = -1 if self._paused or not is_plain(tensor) else self.index_of(tensor)
-        save = Save(number, len(saved.operators), self._units.current)
+        taken = 0 if number < 0 else tensor.untyped_storage().nbytes()
+        save = Save(number, len(saved.operators), taken, self._units.current)
         saved.saves.append(save)
         if number < 0:
             return tensor
@@ -317,6 +323,8 @@ class _AsWithData(TorchFunctionMode):
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     if num_classes < 0 or not fake.is_fake(tensor):
         return torch.nn.functional.one_hot(tensor, num_classes)
+    if tensor.device.type == "cpu" and tensor.numel():
+        torch.aminmax(tensor)  # whether these are classes
     zeros = torch.zeros(*tensor.shape, num_classes, dtype=tensor.dtype, device=tensor.device)
     return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
 
@@ -376,13 +384,3 @@ class AroundForward(torch.nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._recorder.forward():
             return self._target[0](*args, **kwargs)
-
-
-def _line() -> str | None:
-    frame: FrameType | None = sys._getframe(3)
-    while frame is not None and frame.f_code is not AroundForward.__call__.__code__:
-        file = frame.f_code.co_filename
-        if is_users_file(file) and not file.endswith("/contextlib.py"):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return None

@@ -65,7 +65,7 @@ def _followers(
     # Calls by hooks on these modules are not counted: fully_shard gathers and frees by such hooks.
     units = ["", *plan.model.regions] if planned is not None and planned.kind == "fsdp2" else []
 
-    def follow(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def follow(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         nonlocal warned
         with blocks_run_as_written(), parts_run_uncompiled():  # as when the step was recorded
             output, step = followed(
@@ -81,9 +81,15 @@ def _followers(
                     "more than predicted: plan the step as it is trained, with inputs that lead along this "
                     "path, or apply with on_new_shape='replan'"
                 )
+        return output, step
+
+    def follow_planned(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output, step = follow(model, args, kwargs)
+        if step.followed:
+            step.tell_of_more()
         return output
 
-    return follow, follow
+    return follow_planned, lambda *call: follow(*call)[0]
 
 
 def _as_it_is(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -34,6 +34,7 @@ from planner._torch.tensors import (
     storage_number,
 )
 from planner._torch.tracing.inside_compile import not_compiled
+from planner._torch.without_data.extremes import EXTREMES, GradientsOfExtremes
 from planner._torch.without_data.plain import ASKS_FOR_DEVICE, device_asked_for, device_of, stored_bytes
 from planner._torch.without_data.products import PRODUCTS, GradientsOfProducts
 from planner.errors import CaptureError
@@ -138,6 +139,7 @@ class StepRecorder(autograd.InfrastructureMode):
         self._numbers, self._saved_numbers = numbers, SavedNumbers()
         self._product = Product()
         self._products = GradientsOfProducts(self._run_in_place_of_others, self.pause)
+        self._extremes = GradientsOfExtremes(self._run_in_place_of_others, self.pause)
         self._born_under: list[tuple[str, int] | None] = []
         self._patches = contextlib.ExitStack()
         self._generator_state: Callable[[], torch.Tensor] = meant(torch.get_rng_state)
@@ -168,6 +170,10 @@ class StepRecorder(autograd.InfrastructureMode):
         if node is not None and node[0] in PRODUCTS:
             self.otherwise_rounded |= self.under_a_mode
             instead = None if self.under_a_mode else self._products.instead(func, args, kwargs, node)
+            if instead is not None:
+                return instead[0]
+        if node is not None and node[0] in EXTREMES and not self.under_a_mode:
+            instead = self._extremes.instead(func, args, kwargs)
             if instead is not None:
                 return instead[0]
         # What lift_fresh is given was made just now.

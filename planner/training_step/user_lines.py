@@ -51,3 +51,20 @@ def users_line(stack: str | None) -> str | None:
 def is_users_file(file: str) -> bool:
     """Whether a file of Python code is neither PyTorch's nor ours."""
     return not file.startswith((*_NOT_THE_USERS, "<")) and Path(file).suffix == ".py"
+
+
+def short_line(line: str | None) -> str | None:
+    """The line by its file as it is imported, as in models/net.py:12: the same on other machines."""
+    if line is None:
+        return None
+    file, _, number = line.rpartition(":")
+    return f"{_imported(file)}:{number}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _imported(file: str) -> str:
+    path = Path(file)
+    folder = path.parent
+    while (folder / "__init__.py").exists() and folder != folder.parent:
+        folder = folder.parent
+    return path.relative_to(folder).as_posix()

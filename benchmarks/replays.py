@@ -1,0 +1,143 @@
+"""Models of the zoo planned for replaying, beside their plans by graphs.
+
+    python benchmarks/zoo.py --backend replay --results out/zoo-replay.jsonl
+    python benchmarks/replays.py [--replays out/zoo-replay.jsonl] [--graphs docs/zoo.md]
+                                 [--out docs/results/replay.md]
+
+Nothing is run: the results of the zoo are read, and for graphs its page.
+"""
+
+import argparse
+import re
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.one_by_one import ROOT, load
+from benchmarks.zoo import one_line, verdict
+from tests import zoo
+
+BUDGETS = ("70%", "min")
+FAR = 1.1
+"""A least peak that is more than this times the one by graphs is listed by itself."""
+
+
+_INTRODUCTION = """\
+Made by `python benchmarks/replays.py` of what `python benchmarks/zoo.py --backend replay` had measured, and
+of [the zoo](../zoo.md) by graphs. Peaks are what was measured, in KiB over what is there when the step
+begins; each is compared with its prediction, and each step with the unplanned one, bit for bit. *extra* is
+the predicted time of what runs again. Seconds are process seconds until a step can be solved; the two were
+measured at other times and beside other work, so that single ones say little.\
+""".splitlines()
+
+
+class Planned(NamedTuple):
+    """A model planned in one of the two ways: process seconds, and by budget KiB and extra time, as text."""
+
+    seconds: float
+    peaks: dict[str, tuple[float, str]]
+    verdict: str
+
+
+def by_graphs(page: str) -> dict[str, Planned]:
+    """The rows of the zoo's page."""
+    found: dict[str, Planned] = {}
+    name = ""
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|") or len(cells) != 12 or cells[0] == "model" or set(cells[0]) == {"-"}:
+            continue
+        if cells[0]:
+            name = cells[0]
+            found[name] = Planned(float(cells[4] or 0), {}, cells[11])
+        if re.fullmatch(r"[\d,.]+", cells[8]):
+            found[name].peaks[cells[7]] = float(cells[8].replace(",", "")), cells[10]
+    return found
+
+
+def by_replays(row: dict[str, Any]) -> Planned:
+    """A row of the zoo's results."""
+    peaks = {
+        text: (result["measured_bytes"] / 1024, f"{result['overhead']:+.1%}")
+        for text, result in row.get("budgets", {}).items()
+        if "ok" in result
+    }
+    return Planned(row.get("capture_seconds", 0.0), peaks, verdict(row))
+
+
+def markdown(rows: dict[str, dict[str, Any]], graphs: dict[str, Planned], made: int) -> str:
+    """Both as a page of the documentation."""
+    there = [name for name in zoo.everything() if name in rows]
+    names = [name for name in there if "ModuleNotFoundError" not in rows[name].get("failed", "")]
+    replays = {name: by_replays(rows[name]) for name in names}
+    verdicts = [replays[name].verdict for name in names]
+    said = [name for name in names if rows[name].get("warnings")]
+    least = {
+        name: replays[name].peaks["min"][0] / graphs[name].peaks["min"][0]
+        for name in names
+        if "min" in replays[name].peaks and "min" in graphs.get(name, Planned(0.0, {}, "")).peaks
+    }
+    seconds = [
+        replays[name].seconds / graphs[name].seconds
+        for name in names
+        if name in graphs and graphs[name].seconds and replays[name].seconds
+    ]
+    lines = [
+        "# Replays beside graphs",
+        "",
+        *_INTRODUCTION,
+        "",
+        f"- {len(names)} models of {made} were run: "
+        + ", ".join(f"{verdicts.count(word)} {word}" for word in dict.fromkeys(verdicts))
+        + (f"; {len(there) - len(names)} need packages that were not there" if there != names else ""),
+        f"- {len(said)} were warned of{': ' + ', '.join(said) if said else ''}",
+    ]
+    if least:
+        far = sorted((name for name in least if least[name] > FAR), key=lambda name: -least[name])
+        lines += [
+            f"- least peaks: {statistics.median(least.values()):.3f} times those by graphs in the median of "
+            f"{len(least)}; {sum(ratio <= 1.02 for ratio in least.values())} at most 1.02 times, {len(far)} "
+            f"more than {FAR} times"
+            + (f" ({', '.join(f'{name} {least[name]:.2f}' for name in far)})" if far else ""),
+            f"- seconds of planning: {statistics.median(seconds):.2f} times those by graphs in the median of "
+            f"{len(seconds)}",
+        ]
+    head = ["model", "seconds", "70%", "extra", "least", "extra", "verdict"]
+    head += ["graphs: seconds", "70%", "extra", "least", "extra", "verdict"]
+    lines += ["", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for name in names:
+        cells = [*_cells(replays[name]), *_cells(graphs.get(name, Planned(0.0, {}, "")))]
+        lines.append("| " + " | ".join([name, *cells]) + " |")
+    notes = [f"- `{name}`: {one_line(text)}" for name in names for text in _said(rows[name])]
+    return "\n".join([*lines, "", *(["## What was said", "", *notes, ""] if notes else [])])
+
+
+def _cells(planned: Planned) -> list[str]:
+    cells = [f"{planned.seconds:.1f}" if planned.seconds else ""]
+    for budget in BUDGETS:
+        peak = planned.peaks.get(budget)
+        cells += ["", ""] if peak is None else [f"{peak[0]:,.1f}", peak[1]]
+    return [*cells, planned.verdict]
+
+
+def _said(row: dict[str, Any]) -> Iterator[str]:
+    yield from (row[key] for key in ("refused", "unable", "failed") if key in row)
+    yield from row.get("warnings", ())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--replays", type=Path, default=ROOT / "out" / "zoo-replay.jsonl")
+    parser.add_argument("--graphs", type=Path, default=ROOT / "docs" / "zoo.md")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "replay.md")
+    options = parser.parse_args()
+    graphs = by_graphs(options.graphs.read_text())
+    options.out.write_text(markdown(load(options.replays), graphs, len(zoo.everything())))
+
+
+if __name__ == "__main__":
+    main()
