@@ -74,11 +74,16 @@ def total_bytes(prepared: Prepared, offer: PackedProblem | None = None) -> Calla
         offer: The problem in which masks may be packed, where the schedules are of that.
     """
 
+    known: dict[bytes, int] = {}
+
     def total(schedule: Schedule) -> int:
-        if offer is None:
-            return prepared.whole_step(schedule).total_bytes
-        problem, schedule = _followed(prepared.problem, offer, schedule)
-        return replace(prepared, problem=problem).whole_step(schedule).total_bytes
+        key = schedule.tobytes()
+        if key not in known:
+            problem = prepared.problem
+            if offer is not None:
+                problem, schedule = _followed(problem, offer, schedule)
+            known[key] = replace(prepared, problem=problem).whole_step(schedule).total_bytes
+        return known[key]
 
     return total
 
