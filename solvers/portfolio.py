@@ -135,14 +135,13 @@ def _solve(
     minimum: bool = True,
     rival: float = float("inf"),
 ) -> Solution:
-    """The fastest schedule for one budget; where there is none and ``minimum`` is asked for, the least peak
-    of all."""
+    """The fastest schedule for one budget; where none fits and ``minimum`` is true, that of least peak."""
     begin = time.perf_counter()
-    this = attempt(shared, budget, time_limit, progress, known, rival=rival)
-    if this.search.fastest is not None or not minimum:
-        return _judge(this)
-    assert this.search.least is not None
-    lowest = _least(shared, time_limit, progress, [this.search.least.schedule])
+    tried = attempt(shared, budget, time_limit, progress, known, rival=rival)
+    if tried.search.fastest is not None or not minimum:
+        return _judge(tried)
+    assert tried.search.least is not None
+    lowest = _least(shared, time_limit, progress, [tried.search.least.schedule])
     met = lowest.peak_bytes <= budget
     return replace(
         lowest,
@@ -154,7 +153,7 @@ def _solve(
 def _least(
     shared: Shared, time_limit: float, progress: Progress | None, known: Sequence[Schedule] = ()
 ) -> Solution:
-    """The least peak, by the fastest schedule that is found of it; found once for each graph."""
+    """The fastest schedule found of the least peak; searched once for each graph."""
     if shared.least:
         return shared.least[0]
     programs = shared.programs
@@ -182,17 +181,17 @@ def _least(
         last = n + 1 == settings.least_rounds
         budget = best.peak_bytes - (best.peak_bytes > proven)
         left = max(0.0, time_limit - search.elapsed)
-        this = attempt(shared, budget, left / 2, None, [best.schedule], parts=last)
-        assert this.search.least is not None
-        if this.search.least.peak_bytes < best.peak_bytes:
-            best = this.search.least
+        tried = attempt(shared, budget, left / 2, None, [best.schedule], parts=last)
+        assert tried.search.least is not None
+        if tried.search.least.peak_bytes < best.peak_bytes:
+            best = tried.search.least
         elif budget == best.peak_bytes:
             if not last:
-                this.improve_part_by_part()
-            best = this.search.fastest or best
+                tried.improve_part_by_part()
+            best = tried.search.fastest or best
             break
         else:
-            proven = best.peak_bytes  # as far as is known
+            proven = best.peak_bytes  # not proven: nothing smaller was found
     search.tell("least peak", 1.0)
     solution = Solution(
         NAME, Status.FEASIBLE, best.schedule, best.peak_bytes, best.seconds, search.elapsed, None

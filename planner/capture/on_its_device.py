@@ -1,4 +1,4 @@
-"""Running a copy as its device would, which need not be here."""
+"""Running a copy with the kernels of the device that will train, which need not be here."""
 
 import contextlib
 
@@ -9,8 +9,10 @@ from planner.capture.captured_step import CudaKernels
 
 
 def as_on_its_device(cuda: CudaKernels | None, stack: contextlib.ExitStack) -> list[str]:
-    """Let a copy run the kernels of its device until the contexts of a stack end; returns the regions of
-    autocast around it, which more are added to."""
+    """Let a copy run the kernels of its device until the contexts of ``stack`` end.
+
+    Returns the regions of autocast around the step; the list grows while it runs.
+    """
     if cuda is None:
         return autocast_regions()
     stack.enter_context(kernels_of_cuda(cuda.capability, cuda.attention, cudnn=cuda.cudnn))
