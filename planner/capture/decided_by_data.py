@@ -43,7 +43,8 @@ def told_by_data(answers: Answers | None) -> list[str]:
     shown = ", ".join(lines[:_SHOWN]) + (f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
     return [
         f"what the step reads from its tensors decides what runs (at {shown}). It was run once on the CPU, "
-        "with these inputs, to read that; a step that reads other numbers may run other operations than planned"
+        "with these inputs, to read that; a step that reads other numbers may run other operations than "
+        "planned"
     ]
 
 
