@@ -49,7 +49,7 @@ class GradientsOfProducts:
     def instead(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node: _Node
     ) -> tuple[torch.Tensor] | None:
-        """The result of an operator that a node of :data:`PRODUCTS` calls; None for the caller to record it."""
+        """The result of an operator called by a node of :data:`PRODUCTS`; None: the caller records it."""
         if self._recording:
             return None
         if self._running != node:
