@@ -33,7 +33,7 @@ _ROUND_COMPLEX_OTHERWISE = frozenset({"aten::addr_"})
 
 @contextlib.contextmanager
 def results_in_place() -> Iterator[None]:
-    """While tracing, the results of writes in place have the strides of what they were written to.
+    """A context for tracing: results of writes in place have the strides of the tensor that is written to.
 
     The nodes whose functional forms have other strides are marked, see :mod:`planner.graph.in_place`.
     """
@@ -51,7 +51,7 @@ def results_in_place() -> Iterator[None]:
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> Sequence[Any]:
-    """What an operator writes to in place, where another layout of the result may be seen."""
+    """The tensors that an operator writes to in place, where another layout of the result may be seen."""
     if not isinstance(func, OpOverload) or not args or not func._schema.name.endswith("_"):
         return ()
     if torch.Tag.inplace_view in func.tags:
@@ -68,7 +68,7 @@ def _written(func: Any, args: tuple[Any, ...]) -> Sequence[Any]:
 
 
 def _looks_at_rows(tensor: Any) -> bool:
-    """Whether a tensor is a view, and what it looks at stays contiguous when it is written through that."""
+    """Whether a tensor is a view whose base stays contiguous when it is written through the view."""
     base = tensor._base if tensor._is_view() else None
     return type(base) is FunctionalTensor and is_row_by_row(torch._from_functional_tensor(base.elem))
 
