@@ -114,7 +114,7 @@ def _plain_parameter(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor
     converter = mode.fake_tensor_converter.meta_converter
     describer, storage = converter.describer, tensor.untyped_storage()
     if storage.nbytes() != tensor.numel() * tensor.element_size():
-        return None  # PyTorch 2.13 makes it without what is behind the last element, and 2.15 with it
+        return None  # PyTorch 2.13 drops the bytes behind the last element, and 2.15 keeps them
     if storage in describer.lookup_storage or tensor in describer.lookup_tensor:
         return None  # it shares its storage, or is there already
     made = empty_strided(mode, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)

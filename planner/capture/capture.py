@@ -39,8 +39,7 @@ from planner.capture.external_accumulation import ask_for_per_use_gradients
 from planner.capture.graphs.graph_runner import GraphRunner
 from planner.capture.graphs.runners import UntracedFunctions, captured_graphs, collector, let_go, split_up
 from planner.capture.module_calls import Bound, Marked, run_forward
-from planner.capture.on_a_copy import RunOfACopy, on_a_copy
-from planner.capture.on_its_device import as_on_its_device
+from planner.capture.on_a_copy import RunOfACopy, as_on_its_device, on_a_copy
 from planner.capture.recurrent_layers import recurrent_calls
 from planner.errors import CaptureError, warn
 from planner.lowering.lowerings import chosen_lowering

@@ -1,5 +1,6 @@
 """Running a step on a copy of the module, so that nothing of the user's is changed."""
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +9,10 @@ from typing import TypeVar
 
 import torch
 
-from planner._torch.autocast_state import region_of_its_own
+from planner._torch.autocast_state import autocast_regions, region_of_its_own
 from planner._torch.compat import graphs_are_off
+from planner._torch.cuda.autocast import autocast_of_cuda
+from planner._torch.cuda.kernels import kernels_of_cuda
 from planner._torch.distributed import tensor_parallel_ranks
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner._torch.tracing.hindrances import no_other_thread_traces
@@ -17,6 +20,7 @@ from planner._torch.tracing.let_go import forget_what_was_looked_up
 from planner._torch.without_data.answers import Answers, answers_noted
 from planner._torch.without_data.imports import imports_without_modes
 from planner.blocks.running import blocks_run_as_written
+from planner.capture.captured_step import CudaKernels
 from planner.errors import CaptureError
 from planner.heap import newer_objects
 from planner.module_parts import parts_of
@@ -130,6 +134,17 @@ def on_a_copy(
             raise _elsewhere(str(error)) from error
     report("copying the module with its data: they decide what runs", 0.0)
     return run(real_copy, use)
+
+
+def as_on_its_device(cuda: CudaKernels | None, stack: contextlib.ExitStack) -> list[str]:
+    """Let a copy run the kernels of its device until the contexts of ``stack`` end.
+
+    Returns the regions of autocast around the step; the list grows while it runs.
+    """
+    if cuda is None:
+        return autocast_regions()
+    stack.enter_context(kernels_of_cuda(cuda.capability, cuda.attention, cudnn=cuda.cudnn))
+    return stack.enter_context(autocast_of_cuda())
 
 
 def _answers(copied: RunOfACopy) -> Answers:

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from planner._torch import operators
-from planner._torch.joint.written_in_place import IN_PLACE_OPERATOR, laid_out_like
+from planner._torch.joint.in_place import IN_PLACE_OPERATOR, laid_out_like
 
 
 def operator_in_place(node: Node) -> Any | None:

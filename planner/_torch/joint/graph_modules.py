@@ -44,7 +44,7 @@ def _sizes_alone(value: Any) -> Any:
     if isinstance(value, (tuple, list)):  # or what operators return, whose members have names
         make = getattr(type(value), "_make", type(value))
         return make(list(map(_sizes_alone, value)))
-    # Of views that were written to its grad_fn may not be asked for.
+    # Do not read grad_fn: a view that was written to may raise.
     if type(value) is not FakeTensor or not (value.requires_grad or value.constant is not None):
         return value
     with no_dispatch():

@@ -18,8 +18,8 @@ from planner._torch import fake
 from planner._torch.autocast_state import autocast_state, under_autocast
 from planner._torch.execution.checkpoints import as_written
 from planner._torch.execution.function_calls import DIFFERENTIATED_TWICE
+from planner._torch.execution.settings import default_dtype
 from planner._torch.joint import aot, aot_metadata
-from planner._torch.joint.default_dtype import default_dtype
 from planner._torch.joint.gradients_inside import MEET_OUTSIDE, differentiated_inputs, meet_outside
 from planner._torch.joint.graph_modules import graph_module
 from planner._torch.joint.memory_layout import is_cut_out, is_part
