@@ -31,7 +31,7 @@ def solve(search: Search) -> None:
 
 
 def block_boundaries(graph: Graph) -> ValueMask:
-    """Which values enter, leave or lie outside of blocks, bool."""
+    """Which values enter or leave a block, or lie outside of all, bool."""
     blocks = [block_of(op.module) for op in graph.ops[: graph.forward_length]]
     if len({b for b in blocks if b is not None}) < 2:
         uses = forward_uses(graph)

@@ -1,4 +1,4 @@
-"""How much the portfolio tries before it answers."""
+"""Settings of the portfolio: how much it tries before it answers."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -127,4 +127,4 @@ EFFORTS: dict[Effort, PortfolioSettings] = {
         parts_nodes=1,
     ),
 }
-"""What either costs and brings is measured by ``benchmarks/effort.py``."""
+"""``benchmarks/effort.py`` measures what each costs and brings."""

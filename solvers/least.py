@@ -1,10 +1,9 @@
-"""The least peak: a bound below which no schedule is, and the least that a solver reaches, with or without
-a limit of its time.
+"""The least peak: a lower bound of it, and the least that a solver reaches.
 
-:func:`least` asks any solver: for nothing, which tells the least peak that it finds (a solver that then
-finds nothing is asked by bisection), and then for that peak, which tells the fastest schedule of it. With a
-limit of seconds the budget is bisected between the two ends: more memory never takes a good solver more
-time.
+:func:`least` asks any solver twice. At a budget of 0 it answers with the least peak that it finds (a solver
+that has no answer then is bisected); at that peak it answers with the fastest schedule. Where a limit on the
+step's seconds is given, the budget is bisected between the two ends: with more memory a good solver's
+schedules are never slower.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,31 +20,33 @@ from solvers.model.schedule import simulate
 from solvers.model.solution import Progress, Solution, Status
 
 NEAR = 0.002
-"""The bisection ends when what is known to be too little is this near to what is enough, relative to it."""
+"""Bisection ends when the largest budget known to be too small is this near to the smallest that is enough,
+relative to that."""
 
 
 def floor_bytes(graph: Graph) -> int:
     """A dynamic peak that no schedule undercuts.
 
-    While an operation of the step runs, what it reads and makes is there, what the outside world holds, its
-    workspace, and of what is read later all that cannot be computed again.
+    While an operation of the step runs, these are alive in any schedule: its inputs and outputs, its
+    workspace, values that the outside world holds, and values that are read later and that nothing can
+    recompute.
     """
     if not graph.base_length:
         return 0
     uses = forward_uses(graph)
-    again = graph.recompute_row >= 0
-    last = np.where(again, last_forward_use(graph), uses.last_any)
+    recomputable = graph.recompute_row >= 0
+    last = np.where(recomputable, last_forward_use(graph), uses.last_any)
     values, until = graph.held_table
     np.maximum.at(last, values, until)
-    there = (graph.producer >= 0) & ~graph.on_demand
+    allocated = (graph.producer >= 0) & ~graph.on_demand
     last = np.maximum(last, graph.producer)
     change = np.zeros(graph.base_length + 1, dtype=np.int64)
-    np.add.at(change, graph.producer[there], graph.bytes[there])
-    np.subtract.at(change, last[there] + 1, graph.bytes[there])
+    np.add.at(change, graph.producer[allocated], graph.bytes[allocated])
+    np.subtract.at(change, last[allocated] + 1, graph.bytes[allocated])
     floor = np.cumsum(change[:-1]) + graph.workspace_bytes[: graph.base_length]
-    size, gone = np.where(there, graph.bytes, 0).tolist(), last.tolist()
+    size, last_step = np.where(allocated, graph.bytes, 0).tolist(), last.tolist()
     inputs = graph.walk_table.inputs[: graph.base_length]
-    floor += [sum([size[v] for v in read if gone[v] < row]) for row, read in enumerate(inputs)]
+    floor += [sum([size[v] for v in read if last_step[v] < row]) for row, read in enumerate(inputs)]
     return int(floor.max())
 
 
@@ -67,13 +68,13 @@ def least(
     Args:
         solve: The solver.
         graph: The problem.
-        most_seconds: Of the step; schedules that take longer do not count.
+        most_seconds: Most seconds of the step; schedules that take longer do not count.
         time_limit: Wall seconds.
-        progress: Called with what is being done, and how much of it is done.
+        progress: Called with the present action and the fraction done.
         constraints: Values that are always kept or always recomputed.
 
     Returns:
-        The schedule; infeasible where all that the solver finds take longer than ``most_seconds``.
+        The schedule; infeasible where all schedules that the solver finds take longer than ``most_seconds``.
     """
     limit = 60.0 if time_limit is None else time_limit
     unplanned = simulate(graph, graph.base_schedule).peak_bytes
@@ -82,20 +83,20 @@ def least(
         return solve(graph, budget, time_limit=seconds, progress=progress, constraints=constraints)
 
     begin = perf_counter()
-    found = attempt(0, limit / 2)
-    if found.peak_bytes >= unplanned:  # a solver whose answers fit the budget or are none
-        found = attempt(None, limit / 8)
-        found = bisect(attempt, floor_bytes(graph) - 1, found, float("inf"), limit / 8)
-    found = replace(found, status=Status.FEASIBLE, bound_seconds=None)
-    faster = attempt(found.peak_bytes, max(0.0, limit - (perf_counter() - begin)))
-    if faster.feasible and faster.peak_bytes <= found.peak_bytes:
-        found = faster
-    if found.seconds > most_seconds:
+    best = attempt(0, limit / 2)
+    if best.peak_bytes >= unplanned:  # a solver that gives no nearest answer where the budget is not met
+        best = attempt(None, limit / 8)
+        best = bisect(attempt, floor_bytes(graph) - 1, best, float("inf"), limit / 8)
+    best = replace(best, status=Status.FEASIBLE, bound_seconds=None)
+    faster = attempt(best.peak_bytes, max(0.0, limit - (perf_counter() - begin)))
+    if faster.feasible and faster.peak_bytes <= best.peak_bytes:
+        best = faster
+    if best.seconds > most_seconds:
         high = attempt(unplanned, limit / 4)
         if not high.feasible or high.seconds > most_seconds:
             return high.infeasible()
-        found = bisect(attempt, found.peak_bytes, high, most_seconds, limit / 2)
-    return replace(found, solve_seconds=perf_counter() - begin)
+        best = bisect(attempt, best.peak_bytes, high, most_seconds, limit / 2)
+    return replace(best, solve_seconds=perf_counter() - begin)
 
 
 def bisect(

@@ -3,8 +3,8 @@
 Elsewhere: ``collection`` of OpenAI's ``gradients_memory``, the checkpoint variables of Paddle's
 ``RecomputeOptimizer``.
 
-Kept is what the constraints say is to be kept, and what is computed after the last of those values
-(its backward comes at once); everything else is recomputed. The budget is ignored.
+The values of ``constraints.keep`` are kept, and those computed after the last of them (their backward
+comes at once); everything else is recomputed. The budget is ignored.
 """
 
 import numpy as np

@@ -3,7 +3,7 @@
 HiGHS is fed arrays directly (a model of 100,000 coefficients in milliseconds); CBC goes through
 PuLP. After a time limit PuLP's status still says "Optimal" and after "Infeasible" CBC leaves
 fractions behind: only ``sol_status`` is trusted here, and values are read only with a solution. Where
-neither solver runs, nothing is found and a warning is logged: callers go on with what they have.
+neither solver runs, a program has no solution and a warning is logged: callers keep the answers they have.
 """
 
 import functools
@@ -25,7 +25,7 @@ _GRID = 2.0**30
 
 
 class Outcome(StrEnum):
-    """What the solver said."""
+    """How a program ended."""
 
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"
@@ -99,12 +99,17 @@ class Program:
         presolve: bool = True,
         nodes: int | None = None,
     ) -> Answer:
-        """Solve within ``time_limit`` wall seconds to the relative ``gap`` or to ``absolute_gap``,
-        from the point ``start`` (NaN where unknown). ``relax`` drops integrality. Presolving takes
-        several times as long as a relaxed program itself, and is done for integer ones only; where a
-        loose gap is enough, they too are faster without ``presolve``. No more than ``nodes`` of the tree are
-        looked at: unlike seconds, these are the same on every machine. So few are for improving ``start`` a
-        little: no smaller programs are solved for other points then, and the root is solved once."""
+        """Solve within ``time_limit`` wall seconds to the relative ``gap`` or to ``absolute_gap``.
+
+        Args:
+            start: A point to start from, NaN where unknown.
+            relax: Drop integrality. Relaxed programs are not presolved: that takes several times as long as
+                solving them.
+            presolve: Presolve an integer program; where a loose gap is enough, it is faster without.
+            nodes: Most nodes of the tree. Unlike seconds, they are the same on every machine. With a limit,
+                only ``start`` is improved: the root is solved once, and no smaller programs are solved for
+                other points.
+        """
         if not self.cost:
             return Answer(Outcome.OPTIMAL, np.zeros(0), 0.0, 0.0)
         if importlib.util.find_spec("highspy") is not None:
@@ -151,7 +156,7 @@ def _highs(
     if nodes is not None:
         solver.setOptionValue("mip_max_nodes", nodes)
         for name in _THOROUGH:
-            solver.setOptionValue(name, False)  # which HiGHS before 1.11 does not all know, and passes over
+            solver.setOptionValue(name, False)  # HiGHS before 1.11 ignores those that it does not know
     if time_limit is not None:
         solver.setOptionValue("time_limit", max(0.01, time_limit))
     model: Any = highspy.HighsLp()
@@ -187,8 +192,8 @@ def _highs(
 def _on_grid(numbers: list[float]) -> NDArray[np.float64]:
     """Numbers as multiples of a billionth, so that sums of them are exact.
 
-    HiGHS 1.16's presolving (``strengthenInequalities``) may go on for ever where what is left of an
-    inequality is rounding, and looks at no time limit.
+    HiGHS 1.16's presolving (``strengthenInequalities``) may never end where only rounding is left of an
+    inequality, and it looks at no time limit.
     """
     found = np.array(numbers, dtype=np.float64)
     finite = np.isfinite(found)

@@ -1,4 +1,4 @@
-"""One budget: every way of finding a schedule that fits the graph and the time, in turn.
+"""One budget: all methods that fit the graph and the time, in turn.
 
 In this order, each offering its schedules to one search: recompute nothing; a lower bound that
 holds for every schedule (see ``bound``), which ends the search as soon as it is met; sqrt(n); the
@@ -40,7 +40,7 @@ NAME = "auto"
 
 @dataclass(frozen=True)
 class Shared:
-    """What the budgets of one graph share."""
+    """The programs, tables and results that all budgets of one graph share."""
 
     programs: ilp.Programs
     lazy: row_generation.LazyRows
@@ -51,7 +51,7 @@ class Shared:
 
     @staticmethod
     def of(graph: Graph, constraints: Constraints, effort: Effort) -> "Shared":
-        """Nothing solved so far."""
+        """The same for a graph of which nothing is solved yet."""
         return Shared(
             ilp.Programs(graph, constraints),
             row_generation.LazyRows(graph, constraints),
@@ -66,10 +66,10 @@ class Attempt:
     """One budget: everything found for it, and seconds that no schedule undercuts.
 
     Attributes:
-        search: What was found.
+        search: The candidates so far.
         settings: How much is tried.
-        rival: Seconds of an answer to another form of the same step, which this one is to undercut.
-        bound: Holds for every schedule.
+        rival: Seconds of an answer to another form of the same step, which this one has to undercut.
+        bound: A lower bound on the seconds of every schedule.
     """
 
     search: Search
@@ -87,16 +87,15 @@ class Attempt:
 
     @property
     def done(self) -> bool:
-        """Whether all the time is up, not only the stage's, or the best schedule is as good as can be
-        proven."""
+        """Whether the whole time is up, not only the stage's, or the best schedule meets the bound."""
         search = self.search
         late = search.time_limit is not None and search.elapsed > search.time_limit
         return late or self.distance <= self.settings.met
 
     @property
     def behind(self) -> bool:
-        """Whether what the quick ways found is so much slower than the rival that the slow ones are not
-        expected to make up for it."""
+        """Whether the best schedule of the quick methods is so much slower than the rival that the slow ones
+        are not expected to make up for it."""
         fastest, graph = self.search.fastest, self.search.graph
         return (
             fastest is not None and fastest.seconds - self.rival > self.settings.behind * graph.base_seconds
@@ -146,80 +145,80 @@ def attempt(
     """Find the fastest schedule for a budget.
 
     Args:
-        shared: What other budgets of the graph left.
+        shared: Programs, tables and results of other budgets of the graph.
         budget: Bytes of dynamic peak.
         time_limit: Wall seconds.
-        progress: Called with what is being done, and how much of it is done.
+        progress: Called with the present action and the fraction done.
         known: Schedules found before, which are candidates too.
         parts: Whether to search part by part as well.
-        rival: As of :class:`Attempt`.
+        rival: As for :class:`Attempt`.
     """
     programs, settings = shared.programs, shared.settings
     graph = programs.graph
     search = Search(NAME, graph, budget, settings.last_start * time_limit, progress, programs.constraints)
-    this = Attempt(search, settings, rival)
+    result = Attempt(search, settings, rival)
     large = graph.forward_length > ilp.FINE
     everything = search.try_everything()
     for schedule in known:
         search.try_schedule(schedule)
     if search.fits(everything):
-        this.bound = Bound(graph.base_seconds, CAPTURED_ORDER)
-        return this
+        result.bound = Bound(graph.base_seconds, CAPTURED_ORDER)
+        return result
     if budget < shared.floor:
-        this.bound = Bound(float("inf"), CAPTURED_ORDER)
-        return this
+        result.bound = Bound(float("inf"), CAPTURED_ORDER)
+        return result
     patience = settings.patience(graph.forward_length, time_limit)
-    this.bound = first_bound(graph, budget, time_limit)
-    if np.isinf(this.bound.seconds):
-        return this
+    result.bound = first_bound(graph, budget, time_limit)
+    if np.isinf(result.bound.seconds):
+        return result
     search.begin_stage((0.0, 0.2), 0.4)
     row_generation.improve(search, budget, shared.lazy, seconds=patience)
-    if not this.done and not (large and this.distance <= settings.near):
-        this.bound = tightened(graph, budget, this.bound, search.wall(min(INTEGER_SECONDS, patience / 4)))
+    if not result.done and not (large and result.distance <= settings.near):
+        result.bound = tightened(graph, budget, result.bound, search.wall(min(INTEGER_SECONDS, patience / 4)))
     if not large:
         search.begin_stage((0.15, 0.2), settings.small_trading_share)
-        this.improve_locally(trading=this.distance > settings.near)
-    far = this.distance > settings.near
-    if not this.done and far:
+        result.improve_locally(trading=result.distance > settings.near)
+    far = result.distance > settings.near
+    if not result.done and far:
         search.begin_stage((0.2, 0.3), 0.4)
         sqrt_n.improve(search)
     twice_beyond = settings.nearer if large else settings.small_twice_beyond
-    if not this.done and this.distance > twice_beyond:
+    if not result.done and result.distance > twice_beyond:
         search.begin_stage((0.3, 0.5), 0.5)
         if far or not large:
             rotor.improve(search, budget, everything.peak_bytes, shared.tables)
         else:
             counts = rotor.COUNTS[:1]
             rotor.improve(search, budget, everything.peak_bytes, shared.tables, counts=counts, kinds=1)
-    if not this.behind:
-        _solve_programs(this, programs, budget, time_limit, patience)
+    if not result.behind:
+        _solve_programs(result, programs, budget, time_limit, patience)
     search.begin_stage((0.9, 1.0), settings.large_trading_share if large else settings.small_trading_share)
-    if not this.done and this.distance > settings.far:
+    if not result.done and result.distance > settings.far:
         lower_sets.improve(search, budget, everything.peak_bytes)
-    if not this.done and not this.behind and exact_ilp.count_slots(graph) <= settings.exact_slots:
+    if not result.done and not result.behind and exact_ilp.count_slots(graph) <= settings.exact_slots:
         seconds = search.wall(settings.exact_seconds)
         exact_ilp.answer(search, exact_ilp.find_slots(graph), budget, seconds=seconds)
-    this.improve_locally(trading=far or not large)
-    if parts and not this.behind:
-        this.improve_part_by_part()
+    result.improve_locally(trading=far or not large)
+    if parts and not result.behind:
+        result.improve_part_by_part()
     search.begin_stage((0.0, 1.0))
-    if this.distance > settings.met:
+    if result.distance > settings.met:
         seconds = search.wall(min(INTEGER_SECONDS, patience / 4))
-        this.bound = at_more_moments(graph, budget, this.bound, seconds)
+        result.bound = at_more_moments(graph, budget, result.bound, seconds)
     search.tell("polished", 1.0)
-    return this
+    return result
 
 
 def _solve_programs(
-    this: Attempt, programs: ilp.Programs, budget: int, time_limit: float, patience: float
+    result: Attempt, programs: ilp.Programs, budget: int, time_limit: float, patience: float
 ) -> None:
     """The single-recompute program from coarse to fine, where that can still pay."""
-    search, settings = this.search, this.settings
+    search, settings = result.search, result.settings
     large = search.graph.forward_length > ilp.FINE
-    if not this.done and this.distance > (settings.near if large else settings.small_programs_beyond):
+    if not result.done and result.distance > (settings.near if large else settings.small_programs_beyond):
         left = max(time_limit - search.elapsed, 1e-9)
         search.begin_stage((0.5, 0.9), min(1.0, search.wall(settings.walled_programs * patience) / left))
-        enough = this.bound.seconds + settings.met * search.graph.base_seconds
+        enough = result.bound.seconds + settings.met * search.graph.base_seconds
         ilp.improve(search, budget, programs, enough=enough)
 
 

@@ -1,6 +1,6 @@
 """The portfolio, ``solver="auto"``: run what fits the graph and the time, polish, return the best.
 
-What is run for a budget, and in which order, is in :mod:`solvers.one_budget`.
+:mod:`solvers.one_budget` has the methods for one budget, in their order.
 
 :func:`sweep` answers many budgets and is monotone by construction: from the smallest budget to the
 largest, every schedule found for one is a candidate for all that follow.
@@ -54,11 +54,11 @@ def solve(
         constraints: Values that are always kept or always recomputed.
         known: Schedules found before (for other budgets, say) that are candidates too.
         most_seconds: Where the least peak is asked for, of the schedules that take no longer.
-        minimum: Whether an infeasible answer is to have the least peak of all, the one that a budget of
-            None has; else it has the least that was met on the way, sooner.
-        effort: How long to go on where the answer is hardly getting better.
-        rival: Seconds of an answer to another form of the same step; an answer that is far from these after
-            the quick solvers is not given the slow ones.
+        minimum: Whether an infeasible answer must have the least peak of all, as with a budget of None; else
+            it has the least of the search so far, and comes sooner.
+        effort: How long to go on where the answer hardly gets better.
+        rival: Seconds of an answer to another form of the same step; where the quick solvers' answer is much
+            slower, the slow ones are left out.
 
     Returns:
         The fastest schedule found, with a bound that holds for every schedule, optimal where the two
@@ -135,14 +135,13 @@ def _solve(
     minimum: bool = True,
     rival: float = float("inf"),
 ) -> Solution:
-    """The fastest schedule for one budget; where there is none and ``minimum`` is asked for, the least peak
-    of all."""
+    """The fastest schedule for one budget; where none fits and ``minimum`` is true, that of least peak."""
     begin = time.perf_counter()
-    this = attempt(shared, budget, time_limit, progress, known, rival=rival)
-    if this.search.fastest is not None or not minimum:
-        return _judge(this)
-    assert this.search.least is not None
-    lowest = _least(shared, time_limit, progress, [this.search.least.schedule])
+    result = attempt(shared, budget, time_limit, progress, known, rival=rival)
+    if result.search.fastest is not None or not minimum:
+        return _judge(result)
+    assert result.search.least is not None
+    lowest = _least(shared, time_limit, progress, [result.search.least.schedule])
     met = lowest.peak_bytes <= budget
     return replace(
         lowest,
@@ -154,7 +153,7 @@ def _solve(
 def _least(
     shared: Shared, time_limit: float, progress: Progress | None, known: Sequence[Schedule] = ()
 ) -> Solution:
-    """The least peak, by the fastest schedule that is found of it; found once for each graph."""
+    """The fastest schedule found of the least peak; searched once for each graph."""
     if shared.least:
         return shared.least[0]
     programs = shared.programs
@@ -182,17 +181,17 @@ def _least(
         last = n + 1 == settings.least_rounds
         budget = best.peak_bytes - (best.peak_bytes > proven)
         left = max(0.0, time_limit - search.elapsed)
-        this = attempt(shared, budget, left / 2, None, [best.schedule], parts=last)
-        assert this.search.least is not None
-        if this.search.least.peak_bytes < best.peak_bytes:
-            best = this.search.least
+        result = attempt(shared, budget, left / 2, None, [best.schedule], parts=last)
+        assert result.search.least is not None
+        if result.search.least.peak_bytes < best.peak_bytes:
+            best = result.search.least
         elif budget == best.peak_bytes:
             if not last:
-                this.improve_part_by_part()
-            best = this.search.fastest or best
+                result.improve_part_by_part()
+            best = result.search.fastest or best
             break
         else:
-            proven = best.peak_bytes  # as far as is known
+            proven = best.peak_bytes  # not proven: nothing smaller was found
     search.tell("least peak", 1.0)
     solution = Solution(
         NAME, Status.FEASIBLE, best.schedule, best.peak_bytes, best.seconds, search.elapsed, None
@@ -227,15 +226,15 @@ def _least_within(
     patience = shared.settings.patience(graph.forward_length, time_limit)
     ilp.descend(search, programs, seconds=patience)
 
-    def tried(budget: int, seconds: float, known: Sequence[Schedule]) -> Solution:
+    def solve_for(budget: int, seconds: float, known: Sequence[Schedule]) -> Solution:
         if lower_bound(graph, budget, time_limit=seconds / 4, integer_seconds=0.0).seconds > most_seconds:
             return best.infeasible()
         return _judge(attempt(shared, budget, seconds, None, known))
 
     best = search.solution()
     left, failures = time_limit - search.elapsed, shared.settings.least_failures
-    best = bisect(tried, shared.floor - 1, best, most_seconds, left, most_failures=failures)
-    faster = tried(best.peak_bytes, max(0.0, time_limit - search.elapsed), [best.schedule])
+    best = bisect(solve_for, shared.floor - 1, best, most_seconds, left, most_failures=failures)
+    faster = solve_for(best.peak_bytes, max(0.0, time_limit - search.elapsed), [best.schedule])
     best = faster if faster.feasible and faster.seconds <= best.seconds else best
     search.tell("least peak", 1.0)
     return replace(best, solve_seconds=search.elapsed)

@@ -3,13 +3,13 @@ Cost", 2016 (arXiv 1604.06174), section 4 and algorithm 3; the recursive form is
 
 Elsewhere: segment checkpointing, ``checkpoint_sequential``, OpenAI's ``gradients_memory``.
 
-The forward pass is cut into segments of balanced bytes. What crosses a cut is kept, the inside of a
-segment is recomputed when its backward comes; the last segment is kept whole, since its backward
+The forward pass is cut into segments of balanced bytes. Values that cross a cut are kept, and the inside
+of a segment is recomputed when its backward comes; the last segment is kept whole, since its backward
 comes at once. The size of the segments is swept and every size simulated; so are segments that level
 the peak (earlier ones are longer: when their backward comes, the later cuts are free). Cuts lie behind
 articulation points and, because many graphs have few or none (U-Net, DenseNet), also wherever few
-bytes cross. Small values (statistics, reduced outputs) are kept always, and what a budget leaves
-over is spent on the values that save most seconds a byte.
+bytes cross. Small values (statistics, reduced outputs) are always kept, and bytes that a budget leaves
+over keep the values that save most seconds a byte.
 
 Budgets below what one recomputation reaches are met by the recursive form: within a stretch that is
 recomputed only some cuts are kept, and the rest is recomputed again, segment by segment, from
@@ -39,8 +39,8 @@ NAME = "sqrt_n"
 SIZES = 40
 """Segment sizes tried in each family of cuts."""
 FROM_SCRATCH = 300
-"""Up to so many forward operations the schedule that recomputes everything for every backward
-operation, quadratic in time, is tried for budgets that nothing else reaches."""
+"""Most forward operations of a graph for which the schedule that recomputes everything for every backward
+operation, quadratic in time, is tried, at budgets that nothing else reaches."""
 
 
 @solver(NAME)
@@ -95,7 +95,7 @@ def families(cuts: Cuts) -> list[Positions]:
 
 
 def weights(graph: Graph, needed: ValueMask) -> PerPosition:
-    """For each position the bytes that backward needs of what was computed before it."""
+    """For each position the bytes of values computed before it that backward needs."""
     total = np.zeros(graph.forward_length + 1, dtype=np.int64)
     np.add.at(total, graph.producer[needed] + 1, graph.bytes[needed])
     np.cumsum(total, out=total)
@@ -149,7 +149,7 @@ def held_by_backward(graph: Graph, uses: ForwardUses) -> PerPosition:
 
 
 def keep_walls(graph: Graph, cuts: Cuts, pinned: ValueMask, walls: list[Position]) -> ValueMask:
-    """Kept: what is pinned, what crosses a wall, and the segment behind the last wall."""
+    """The kept values: pinned ones, those that cross a wall, and the segment behind the last wall."""
     kept = pinned.copy()
     kept |= cuts.kept_at(walls)
     if walls:
@@ -211,7 +211,7 @@ _RECURSIVE: dict[int, tuple[Constraints, list[Candidate]]] = {}
 
 
 def undominated(candidates: list[Candidate]) -> list[Candidate]:
-    """Those than which no other has both a lower peak and fewer seconds; of equal ones the first."""
+    """The candidates on the Pareto front of peak and seconds; of equal ones the first."""
     best: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.peak_bytes, c.seconds)):
         if not best or candidate.seconds < best[-1].seconds:
@@ -291,7 +291,7 @@ def splits(first: Segment, last: Segment, parts: int) -> list[Segment]:
 
 
 def forgetting(graph: Graph, cuts: Cuts, walls: list[Position], parts: int) -> Forget:
-    """What to forget of a stretch just re-run: all but its last segment and the cuts of its splits."""
+    """The values of a stretch just re-run to forget: all but its last segment and the cuts of its splits."""
     table = graph.walk_table
     start, end = cuts.start.tolist(), cuts.end.tolist()
 

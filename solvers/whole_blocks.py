@@ -1,9 +1,9 @@
 """Blocks of the forward that are recomputed whole, as ``torch.utils.checkpoint`` does it.
 
 Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016 (arXiv 1604.06174), as
-PyTorch has it: what crosses the border of a block is kept, the rest is dropped; when its backward first
-needs something of that, all that its backward needs is recomputed at once, and each result stays until its
-last use. :mod:`solvers.manual` recomputes value by value instead, just in time.
+PyTorch has it: values that cross the border of a block are kept, the others dropped. When the block's
+backward first needs one of these, all that it needs are recomputed at once, and each stays until its last
+use. :mod:`solvers.manual` recomputes value by value instead, just in time.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from solvers.model.graph import Graph
 from solvers.model.indices import BaseOp, Block, Per, RowId, ValueId, listed
 
 OUTSIDE = Block(-1)
-"""The block of an operation that is in none."""
+"""Stands for the block of an operation outside of all blocks."""
 
 
 def recompute_blocks(graph: Graph, block: BlockPerOp) -> Schedule:

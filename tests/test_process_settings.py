@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from planner._torch.joint.default_dtype import default_dtype
+from planner._torch.execution.settings import default_dtype
 from tests.side_by_side import Layers, assert_same, layers, left_by, peak_of, plan_of, steps
 
 

@@ -13,10 +13,10 @@ from planner._torch import fake, operators
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """Backward passes run outside of autocast, as PyTorch asks of its users.
+    """A context for a backward outside of autocast, as PyTorch asks of its users.
 
-    A user's backward runs after the region has been left, which frees the casts of weights that it
-    keeps; here the caller's region goes on, so they are freed explicitly. What is noted of that region stays.
+    A user leaves the region before the backward, which frees the kept casts of weights. Here the caller's
+    region continues, so they are freed explicitly. The notes on that region stay.
     """
     with what_is_noted_stays(), contextlib.ExitStack() as stack:
         for kind in _enabled():
@@ -27,7 +27,7 @@ def without_autocast() -> Iterator[None]:
 
 @contextlib.contextmanager
 def what_is_noted_stays() -> Iterator[None]:
-    """A context after which the notes of the caller's region are there again, whatever casts were freed."""
+    """A context that restores the notes on the caller's region at its end, even if casts were freed."""
     noted = {kind: notes for kind in _enabled() if (notes := notes_of_region(kind))}
     try:
         yield
@@ -40,7 +40,7 @@ def what_is_noted_stays() -> Iterator[None]:
 
 @contextlib.contextmanager
 def region_of_its_own() -> Iterator[None]:
-    """A context in which autocast keeps no casts of what ran before, and nothing is noted of that."""
+    """A context that begins without earlier casts of autocast and without notes on the region."""
     with what_is_noted_stays():
         torch.clear_autocast_cache()
         yield
@@ -113,7 +113,7 @@ def has_rule(operator: Any) -> bool:
 
 
 def casts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether autocast, as it is on here, casts what an operator is given, of tensors without data."""
+    """Whether autocast, in its present state, casts arguments of an operator; they are without data."""
     called: list[Any] = []
     with fake.without_modes(), torch.no_grad(), _Called(called):
         operator(*args, **kwargs)

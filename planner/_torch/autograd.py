@@ -22,7 +22,7 @@ _RUNS_ENGINE = _engine_run_backward.__code__
 
 
 class InfrastructureMode(TorchDispatchMode):
-    """A dispatch mode that Dynamo and autograd treat as if it were not there."""
+    """A dispatch mode that Dynamo and autograd ignore."""
 
     supports_higher_order_operators = True
 
@@ -32,7 +32,7 @@ class InfrastructureMode(TorchDispatchMode):
 
 
 class _Around(threading.local):
-    """The backward of this thread that what runs in it is no part of; -1 where there is none."""
+    """The backward of this thread that the running code does not belong to; -1 for none."""
 
     backward = -1
 
@@ -42,10 +42,10 @@ _around = _Around()
 
 @contextlib.contextmanager
 def apart_from_a_backward() -> Iterator[None]:
-    """What runs within this is no part of the backward that goes on around it.
+    """A context whose code does not belong to the backward that runs around it.
 
-    A step that is recorded in a hook of another backward, as gradient caching calls a model there, has a
-    forward.
+    A step may be recorded in a hook of another backward, where gradient caching calls a model; it has a
+    forward of its own all the same.
     """
     before, _around.backward = _around.backward, torch._C._current_graph_task_id()
     try:
@@ -55,7 +55,7 @@ def apart_from_a_backward() -> Iterator[None]:
 
 
 class CountingMode(TorchDispatchMode):
-    """A dispatch mode that Dynamo does not wrap at each call: what is compiled runs without a plan."""
+    """A dispatch mode that Dynamo does not wrap at each call: compiled code under it runs without a plan."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -69,9 +69,9 @@ def running_node() -> Any:
 
 
 def running_node_number() -> tuple[str, int] | None:
-    """Which node :func:`running_node` is, by name and number.
+    """Name and number of :func:`running_node`.
 
-    Who holds a node itself holds its graph, and with it the tensors whose gradients that accumulates.
+    A reference to the node itself would hold its graph, and the tensors whose gradients that accumulates.
     """
     node = running_node()
     return None if node is None else (node.name(), node._sequence_nr())
@@ -84,14 +84,14 @@ def next_node_number() -> int:
 
 
 def holders_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """How many hold a tensor, and its storage, in C++."""
+    """How many references to a tensor, and to its storage, C++ holds."""
     of_storage: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     of_tensor: int = tensor._use_count()  # type: ignore[attr-defined]
     return of_tensor, of_storage
 
 
 def is_hooked(tensor: torch.Tensor) -> bool:
-    """Whether something is called when a tensor gets a gradient, or it keeps one that is not a leaf's."""
+    """Whether hooks are called when a tensor gets a gradient, or it is no leaf and keeps its gradient."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks) or tensor.retains_grad
 
 
@@ -120,15 +120,15 @@ def accumulates_for_a_graph(leaf: torch.Tensor) -> Callable[[], bool] | None:
     """
     node: Any = get_gradient_edge(leaf).node
     alive = node.metadata.setdefault("planner: alive", _Alive())
-    there = weakref.ref(alive)
+    watched = weakref.ref(alive)
     del node, alive
-    return None if there() is None else lambda: there() is not None
+    return None if watched() is None else lambda: watched() is not None
 
 
 def engine_calls() -> bool:
-    """Whether the operator that a dispatch mode is handed was called by the engine or a node of PyTorch's.
+    """Whether the engine, or a node of PyTorch's, called the operator that a dispatch mode is handed.
 
-    If not, Python code called it: a hook, or a backward of the user's. To be called by the mode.
+    If not, Python code called it: a hook, or a user's backward. The mode has to ask this itself.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != DISPATCH:
@@ -151,7 +151,7 @@ _COMPARISONS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     if compat.version() >= (2, 14)
     else (("ClampBackward0", "ClampBackward1"), ("logical_and", "logical_or")),
 )
-"""From 2.14 on gradients of equal elements are halves."""
+"""From 2.14 on each of two equal elements gets half of the gradient."""
 
 _IN_PLACE = {
     node: frozenset(names)
@@ -179,9 +179,9 @@ _IN_PLACE = {
 
 
 def in_place_for_plain_tensors(node: str, operator: Any) -> Any:
-    """What a node's backward runs on plain tensors instead of an operator; None where that is the same.
+    """The operator that a node's backward runs on plain tensors instead of this one; None for the same one.
 
-    For tensors without data, and under dispatch modes, it changes nothing in place.
+    For tensors without data, and under dispatch modes, backwards write nothing in place.
     """
     names = _IN_PLACE.get(node)
     if names is None:
@@ -198,9 +198,9 @@ def current_backward() -> int:
 
 
 def runs_leaf(node: Any) -> bool:
-    """Whether the backward that is running comes to a node that accumulates a leaf's gradient, and runs it.
+    """Whether the running backward runs a node that accumulates a leaf's gradient.
 
-    ``torch.autograd.grad`` takes the gradients that it is asked for before.
+    ``torch.autograd.grad`` does not: it takes the gradients that it is asked for before these nodes.
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -209,12 +209,12 @@ def runs_leaf(node: Any) -> bool:
 
 
 def graph_is_kept() -> bool:
-    """Whether the backward that is running keeps what was saved for it, to be run again."""
+    """Whether the running backward keeps its saved tensors (``retain_graph=True``)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for several, as inside of ``torch.func.vmap`` and of vectorised gradients."""
+    """Whether a tensor stands for a batch of tensors, as inside of ``torch.func.vmap``."""
     of = torch._C._functorch
     return of.is_batchedtensor(tensor) or of.is_legacy_batchedtensor(tensor)
 
@@ -231,17 +231,17 @@ def exclusively_owned(tensor: torch.Tensor) -> bool:
 
 
 def hooks_on_saved_tensors() -> Any:
-    """The innermost hooks on saved tensors that are on; None without any, or where PyTorch, before 2.7, does
-    not say."""
+    """The innermost active hooks on saved tensors; None without any, and before PyTorch 2.7, which does not
+    tell."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if top is None else top(False)
 
 
 @contextlib.contextmanager
 def no_saved_tensors_hooks() -> Iterator[None]:
-    """Without the hooks on saved tensors that are on around this.
+    """A context without the hooks on saved tensors of the code around it.
 
-    Those of ``torch.utils.checkpoint`` count what the step saves, and would count what is saved here.
+    Those of ``torch.utils.checkpoint`` count the tensors that the step saves, and would count the ones here.
     """
     state: Any = torch._C._autograd
     outer = []
@@ -256,7 +256,7 @@ def no_saved_tensors_hooks() -> Iterator[None]:
 
 
 class _Guard:
-    """In the place of a hook, which it calls where a gradient has arrived."""
+    """Takes the place of a hook, and calls it only where a gradient has arrived."""
 
     def __init__(self, hook: Callable[[Any], Any], arrived: dict[str, bool] | None = None) -> None:
         self.hook, self._arrived = hook, arrived
@@ -268,17 +268,17 @@ class _Guard:
 
 
 class _GuardedHooks(OrderedDict[int, Any]):
-    """Hooks on one tensor, each behind a guard from the moment that it is registered."""
+    """The hooks on one tensor, each of which is guarded as soon as it is registered."""
 
     def __setitem__(self, key: int, hook: Any) -> None:
         super().__setitem__(key, hook if isinstance(hook, _Guard) else _Guard(hook))
 
 
 def call_no_hooks_without_gradient(tensor: Any) -> None:
-    """Have hooks that come to be on a tensor that is no leaf called where it gets a gradient, only.
+    """Have later hooks on a tensor, which is no leaf, called only where it gets a gradient.
 
-    The engine calls them with None where another result of the tensor's node gets one. It does so before
-    anything of the node's can look.
+    The engine calls them with None where only another result of the tensor's node gets one, and does so
+    before any code of the node can look.
     """
     if tensor._backward_hooks is None:
         tensor._backward_hooks = _GuardedHooks()
@@ -286,14 +286,15 @@ def call_no_hooks_without_gradient(tensor: Any) -> None:
 
 
 def leave_out_hooks_without_gradients(node: Any, others: Sequence[dict[int, Callable[[Any], Any]]]) -> None:
-    """Call no hooks, in the backward that is running, where a node hands on no gradient.
+    """Call no hooks, in the running backward, where a node hands on no gradient.
 
-    The engine calls hooks on a tensor with None, and those after accumulation, for every input of a node that
-    runs. A node that stands for many runs for inputs that a backward without it does not come to.
+    For every input of a node that runs, the engine calls the hooks on the tensor, with None if there is no
+    gradient, and those after accumulation. A compiled node stands for many nodes: it runs for inputs that
+    eager's backward does not reach.
 
     Args:
-        node: Hooks on the leaves behind it are meant.
-        others: Further hooks on tensors, as tensors have them.
+        node: The node; the hooks on the leaves behind it are guarded.
+        others: Further dictionaries of hooks, as tensors have them.
     """
     guarded: list[Any] = [hooks for hooks in others if hooks]
 
@@ -327,11 +328,11 @@ def leave_out_hooks_without_gradients(node: Any, others: Sequence[dict[int, Call
 
 
 def leave_out_functions_without_gradients(node: Any) -> None:
-    """Have autograd functions of Python, behind a node that hands on no gradient, do nothing without one.
+    """Have Python's autograd functions, behind a node that hands on no gradient, do nothing without one.
 
-    They are called with zeros in its place, and what is behind them gets gradients of zeros. A backward
-    without that node would not come to them, nor call the hooks on them, among these a module's hooks on its
-    backward. Other compiled nodes see to what is behind them themselves.
+    The engine calls them with zeros in its place, and the nodes behind them get gradients of zeros. Eager's
+    backward would neither reach them nor call the hooks on them, among these a module's backward hooks. Other
+    compiled nodes take care of the nodes behind them themselves.
     """
     pending, seen = [node], {node}
     while pending:
@@ -361,7 +362,7 @@ def _do_nothing_without_gradients(function: Any) -> None:
                 hooks[key] = _where_some_arrived(hook)
     after.remove()
     apply, inputs = type(function).apply, len(function.needs_input_grad)
-    itself = weakref.ref(function)  # or it would live, and its graph, until Python's collector runs
+    itself = weakref.ref(function)  # a reference cycle would keep its graph until the garbage collector runs
 
     def applied(*gradients: Any) -> Any:
         return apply(itself(), *gradients) if arrived["some"] else (None,) * inputs
@@ -379,19 +380,19 @@ def _where_some_arrived(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def after_this_backward(call: Callable[[], None]) -> None:
-    """Have something called at the end of the backward that is running."""
+    """Call a function at the end of the running backward."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)
 
 
 def edge_of(tensor: torch.Tensor) -> tuple[Any, int]:
-    """The node of autograd's that computed a tensor, and which of its results it is."""
+    """The autograd node that computed a tensor, and the tensor's position among its results."""
     edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr
 
 
 def edges_behind(start: tuple[Any, int]) -> Iterator[tuple[Any, int]]:
-    """The edge, and those behind it in what autograd recorded."""
+    """The edge, and those behind it in the autograd graph."""
     seen, waiting = {start}, [start]
     while waiting:
         edge = waiting.pop()

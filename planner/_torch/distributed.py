@@ -32,7 +32,7 @@ class Wrapper:
 
 
 def active_wrapper() -> Wrapper | None:
-    """What is known of the ``DistributedDataParallel`` whose forward is running; None outside of one."""
+    """The ``DistributedDataParallel`` whose forward is running, described; None outside of one."""
     active: Any = torch.nn.parallel.DistributedDataParallel._active_ddp_module
     if active is None:
         return None
@@ -52,14 +52,14 @@ def holds_dtensors(module: torch.nn.Module) -> bool:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a DTensor; another tensor is returned as it is."""
+    """This rank's part of a DTensor; another tensor is returned as it is."""
     local: torch.Tensor = getattr(tensor, "_local_tensor") if is_dtensor(tensor) else tensor  # noqa: B009
     return local
 
 
 def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The gradient of a parameter on this rank; of a DTensor as ``fully_shard`` takes it to reduce it: as the
-    parameter is distributed."""
+    """The gradient of a parameter on this rank; of a DTensor distributed as the parameter is, which is how
+    ``fully_shard`` takes it to reduce it."""
     gradient: Any = parameter.grad
     if not is_dtensor(parameter):
         return gradient  # type: ignore[no-any-return]
@@ -70,14 +70,14 @@ def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def autograd_adds_up() -> bool:
-    """Whether ``fully_shard`` leaves it to autograd to cast gradients to what they are reduced in, and to add
-    up those of micro-batches. It does from PyTorch 2.15 on."""
+    """Whether ``fully_shard`` lets autograd cast gradients to the dtype that they are reduced in, and add up
+    those of micro-batches, as from PyTorch 2.15 on."""
     return private("_default_reduce_scatter_input_fn") is not None
 
 
 def pipelines_let_go() -> bool:
-    """Whether stages of a pipeline let go of outputs when these are sent, and make room for what they receive
-    when they receive it. They do from PyTorch 2.15 on."""
+    """Whether stages of a pipeline free outputs once these are sent, and allocate buffers only when they
+    receive, as from PyTorch 2.15 on."""
     return private("_wait_and_release_fwd_send") is not None
 
 
@@ -91,7 +91,7 @@ def is_whole_on_each_rank(parameter: torch.Tensor) -> bool:
 
 
 def copy_for_reduction(gradients: Sequence[torch.Tensor], ranks: int, whole: torch.Tensor) -> None:
-    """Copy gradients into what ``fully_shard`` reduces, rank by rank, by the operator that it calls."""
+    """Copy gradients into the buffer that ``fully_shard`` reduces, rank by rank, by the operator it calls."""
     mixed = getattr(torch.ops.fsdp, "chunk_cat_mixed_dtype", None) if autograd_adds_up() else None
     copy: Any = mixed or torch.ops.aten._chunk_cat.out
     copy(list(gradients), 0, ranks, out=whole.view(ranks, -1))
@@ -157,17 +157,17 @@ class ShardedUnit:
     Attributes:
         names: The parts that were given to ``fully_shard`` together.
         of_root: Whether they are the root's.
-        reshard_after_forward: As ``fully_shard`` was given it.
-        dtypes: What the parameters are.
-        param_dtype, reduce_dtype: Of its policy.
-        replicas: In how many groups of ranks they are sharded, each as the others.
+        reshard_after_forward: The argument of ``fully_shard``.
+        dtypes: The dtypes of the parameters.
+        param_dtype, reduce_dtype: Those of the mixed-precision policy.
+        replicas: How many groups of ranks hold a full copy, each sharded in the same way.
         reduces: Whether gradients are reduced after this backward.
-        reduces_all: Whether those of all groups of ranks are.
-        reshards: Whether they are freed after the backward.
-        prefetches: Whether it was said what to gather before it in the backward.
-        offloads: Whether they are kept on the CPU, and computed with elsewhere.
-        output_dtype: Of its policy.
-        overrides: Whether the policy says otherwise of some of the parameters (from torch 2.15 on).
+        reduces_all: Whether they are reduced between all groups of ranks, too.
+        reshards: Whether gathered parameters are freed after the backward.
+        prefetches: Whether the user set which units to gather ahead in the backward.
+        offloads: Whether the parameters are kept on the CPU, and computed with elsewhere.
+        output_dtype: That of the policy.
+        overrides: Whether the policy differs for some of the parameters (from torch 2.15 on).
     """
 
     names: tuple[str, ...]
@@ -187,7 +187,7 @@ class ShardedUnit:
 
 
 def sharded_units(module: torch.nn.Module) -> list[ShardedUnit]:
-    """What ``fully_shard`` shards of a module, unit by unit."""
+    """The units of a module that ``fully_shard`` shards."""
     units = []
     names = {part: name for name, part in named_parts(module).items()}
     for state in _states(module):

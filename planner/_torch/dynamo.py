@@ -54,7 +54,7 @@ _FrameAction, reset_code = of_graphs("torch._C._dynamo.eval_frame", "_FrameActio
 _DYNAMO_CONFIG: dict[str, Any] = {
     # A plan is followed also where the user's own torch.compile is switched off.
     "disable": False,
-    # What users try out for their own compiled code would leave no graph that can be planned.
+    # Settings that users try out for their own compiled code would leave no graph that can be planned.
     **dict.fromkeys(
         ("install_free_tensors", "prepare_freezing", "use_graph_deduplication", "verify_correctness"), False
     ),
@@ -80,7 +80,7 @@ _DYNAMO_CONFIG: dict[str, Any] = {
     "use_numpy_random_stream": True,
     # A tensor with weak references cannot be exchanged in place (torch.utils.swap_tensors).
     "invalidate_compile_context_weakrefs": True,
-    # What other processes found to vary says nothing about this one.
+    # Sizes that varied in other processes say nothing about this one.
     "automatic_dynamic_local_pgo": False,
     "automatic_dynamic_remote_pgo": False,
 }
@@ -92,7 +92,7 @@ def dynamo_settings(*, symbolic: bool = False, parts: int = 0) -> Iterator[None]
 
     Args:
         symbolic: Sizes that are found to vary become symbols; a first capture is of plain numbers anyway.
-        parts: How many calls of one line may end a graph, as of a loop over layers. What comes after each is
+        parts: How many calls of one line may end a graph, as of a loop over layers. The code after each is
             captured by itself, and does not count as captured again.
     """
     keep_rules()
@@ -116,35 +116,35 @@ def dynamo_settings(*, symbolic: bool = False, parts: int = 0) -> Iterator[None]
 
 Untraced = Callable[[str, Exception | None], bool]
 """Called with the qualified name of each function that Dynamo has looked at, and with the error if it could
-not trace it, where that is of no backend. Returns whether the function then runs as written, and what it
-calls is captured; else the error is raised."""
+not trace it; errors of backends do not count. Returns whether the function then runs as written, with its
+calls captured; else the error is raised."""
 
 _OF_TRACING = (InternalTorchDynamoError, TorchRuntimeError, IndexError)
-"""Errors of tracing; one of an index is passed on as it is, where the code may handle it."""
+"""Errors of tracing; Dynamo passes an IndexError on as it is, since the traced code may handle it."""
 
 MANY_CAPTURES = 16
-"""How many captures of one function are more than a training loop has, whose modes and shapes vary."""
+"""More captures of one function than a training loop needs for its modes and shapes."""
 
 
 NOT_A_GRAPH = (
     "Plan it with backend='replay', or leave backend= out: the plan then follows the step as it is written. "
     "Or change that line, or name parts of the model that are graphs in regions="
 )
-"""What to do where a forward breaks too often."""
+"""The next step where a forward breaks too often."""
 
 _frames_looked_at = 0
 
 
 def frames_looked_at() -> int:
-    """How many frames Dynamo had no code for, and was asked to capture, while it ran our captures."""
+    """How many frames without fitting code Dynamo was asked to capture, while it ran our captures."""
     return _frames_looked_at
 
 
 class _WithSettings(Callback):
     """Dynamo's callback for a frame that it has no code for; runs under :func:`dynamo_settings`.
 
-    Calls that find their code do not come here, and pay nothing for the settings. What a forward does inside
-    of hooks on saved tensors that it sets runs as it is: these see what the step saves without a plan.
+    Calls that find their code do not come here, and pay nothing for the settings. Where a forward sets hooks
+    on saved tensors, the code inside runs as it is: the hooks see the tensors that eager saves.
 
     Raises:
         CaptureError: It breaks where ``unbroken`` says that it must not.
@@ -213,8 +213,11 @@ class _WithSettings(Callback):
         return result
 
     def _traced(self, *frame: Any) -> Any:
-        """What Dynamo makes of a frame; of plain numbers where it cannot trace that with symbols, as where a
-        number that changes decides whether gradients or autocast are on."""
+        """Dynamo's capture of a frame.
+
+        It has plain numbers where Dynamo cannot trace with symbols, as where a number that changes decides
+        whether gradients or autocast are on.
+        """
         try:
             return self._torchdynamo_orig_backend(*frame)
         except _OF_TRACING:
@@ -240,14 +243,14 @@ def dynamo_compile(
     """``torch.compile`` with our settings and static sizes, of a function that has a cache of its own.
 
     Args:
-        function, backend: What to compile, with what.
+        function, backend: The function to compile, and Dynamo's backend.
         untraced: See :data:`Untraced`; errors are raised if not given.
         parts: As for :func:`dynamo_settings`.
         decided: Whether graphs go on at conditions that follow from constants and sizes alone, and libraries
             are told that they are compiled. Each number that such a size has is then captured by itself.
-        unbroken: Whether a break of what is captured now is an error.
+        unbroken: Whether a break of the present capture is an error.
     """
-    # What goes on after a break is the user's code, whose cache all captures would share.
+    # The code after a break is the user's, whose cache all captures would share.
     alone: dict[str, Any] = (
         {"isolate_recompiles": True} if takes_argument("_optimize", "isolate_recompiles") else {}
     )
@@ -269,20 +272,20 @@ def dynamo_compile_shapes(
 ) -> list[Callable[..., Any]]:
     """``torch.compile`` for one shape that stays, and for all others, whose sizes become symbols.
 
-    The two look up their captures apart, so that the shape that stays never runs code for the others.
-    What Dynamo learns of sizes that vary they share: with the first capture of another shape it knows.
+    The two have captures of their own, so that the shape that stays never runs code for the others. They
+    share the sizes that Dynamo has seen vary: it knows these from the first capture of another shape on.
 
     Args:
-        function: What to compile.
-        backends: Called with every graph that is captured, the first for the shape that stays, the second for
-            the others.
-        given_up: Called when a function has been captured so often that it never will be again.
-        failed: Called with what goes wrong when one is captured; then it runs as it is.
-        often: Called once with how often the function has been captured for a module, if that is often and
-            not decided.
+        function: The function to compile.
+        backends: Called with every captured graph: the first for the shape that stays, the second for the
+            others.
+        given_up: Called when a function was captured so often that Dynamo gives up.
+        failed: Called with the error of a capture; the function then runs as it is.
+        often: Called once with how often the function was captured for a module, if that is often and not
+            decided.
         untraced: By backend, see :data:`Untraced`.
-        plain: Whether what the shape that stays captures now is of plain numbers, also where sizes vary among
-            parts of the same code.
+        plain: Whether the present captures for the shape that stays have plain numbers, even where sizes vary
+            among parts of the same code.
         parts: As for :func:`dynamo_settings`.
         decided: As for :func:`dynamo_compile`.
     """
@@ -327,7 +330,7 @@ def _optimized(
     call_ours_in_any_stance()
     with switched_on():
         context: Any = dynamo.optimize(backend, **options)
-    # There Dynamo would keep it, and with it the plan's optimizer, for as long as the process runs.
+    # Dynamo would keep it there, and with it the plan's optimizer, for as long as the process runs.
     eval_frame.cached_backends.pop(id(eval_frame.innermost_backend(context.callback)), None)
     rest = symbolic, given_up, often, parts, function.__code__, untraced, unbroken
     context.callback = _WithSettings(context.callback, *rest)
@@ -337,9 +340,10 @@ def _optimized(
 
 
 def forget(compiled: Callable[..., Any]) -> None:
-    """Let go of what was captured of a function that :func:`dynamo_compile` returned, to be called no more.
+    """Free the captures of a function that :func:`dynamo_compile` returned; it cannot be called any more.
 
-    What Dynamo compiles it puts among global variables, and takes it out when the code that names it goes.
+    Dynamo puts compiled functions among global variables, and removes them when the code that names them is
+    freed.
     """
     reset_code(inspect.unwrap(compiled).__code__)
 

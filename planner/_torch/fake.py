@@ -1,4 +1,4 @@
-"""Tensors without data, and what can be asked of tensors and storages by private names of PyTorch."""
+"""Tensors without data, and questions to tensors and storages that need private names of PyTorch."""
 
 import contextlib
 import functools
@@ -42,8 +42,11 @@ class AnyNumber(TorchDispatchMode):
 
 
 class QuickFakeMode(FakeTensorMode):
-    """A mode that is quick to make tensors without data, whose address nobody is told: code outside of
-    PyTorch that is given 0 (by ``data_ptr`` or DLPack) reads and writes there, and the process ends."""
+    """A mode that makes tensors without data quickly, and whose tensors tell nobody their address.
+
+    Code outside of PyTorch that gets the address 0, by ``data_ptr`` or DLPack, reads and writes there, and
+    the process ends.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -51,7 +54,7 @@ class QuickFakeMode(FakeTensorMode):
         self._allow_unsafe_data_ptr_access = False
 
     def without_data(self, made: torch.Tensor, device: torch.device) -> FakeTensor:
-        """``FakeTensor(self, made, device)``, whose attributes are those of another on the same device."""
+        """``FakeTensor(self, made, device)``, with the attributes of another tensor on the same device."""
         attributes = self._attributes.get(device)
         if attributes is None:
             other = FakeTensor(self, made, device)
@@ -66,16 +69,16 @@ class QuickFakeMode(FakeTensorMode):
 
 
 def forget_real_tensors(mode: FakeTensorMode) -> None:
-    """Drop a mode's weak references to the tensors that it made ones without data of. A tensor with weak
-    references cannot be exchanged in place (``torch.utils.swap_tensors``)."""
+    """Drop a mode's weak references to the tensors that it converted. A tensor with weak references cannot be
+    exchanged in place (``torch.utils.swap_tensors``)."""
     describer = mode.fake_tensor_converter.meta_converter.describer
     describer.lookup_tensor.clear()
     describer.lookup_storage.clear()
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A tensor without data like ``tensor``; one on the meta device is taken to be on the CPU, since
-    PyTorch picks operations by device and has none of its own for meta."""
+    """A tensor without data like ``tensor``; of one on the meta device, one on the CPU, since PyTorch picks
+    operations by device and has none of its own for meta."""
     if isinstance(tensor, FakeTensor):
         return tensor
     if tensor.device.type != "meta":
@@ -94,8 +97,10 @@ def gradient_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 
 
 def _plain_parameter(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor | None:
-    """What ``mode.from_tensor`` makes of a parameter of which shape, strides, dtype and device say all, in an
-    eighth of its time: models have thousands. None for other tensors."""
+    """The result of ``mode.from_tensor`` for a plain parameter, in an eighth of the time.
+
+    Models have thousands. None for tensors that shape, strides, dtype and device do not describe in full.
+    """
     if (
         type(tensor) is not torch.nn.Parameter
         or tensor.layout is not torch.strided
@@ -109,7 +114,7 @@ def _plain_parameter(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor
     converter = mode.fake_tensor_converter.meta_converter
     describer, storage = converter.describer, tensor.untyped_storage()
     if storage.nbytes() != tensor.numel() * tensor.element_size():
-        return None  # PyTorch 2.13 makes it without what is behind the last element, and 2.15 with it
+        return None  # PyTorch 2.13 drops the bytes behind the last element, and 2.15 keeps them
     if storage in describer.lookup_storage or tensor in describer.lookup_tensor:
         return None  # it shares its storage, or is there already
     made = empty_strided(mode, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
@@ -128,7 +133,7 @@ def empty_strided(
     dtype: torch.dtype,
     device: torch.device,
 ) -> FakeTensor:
-    """What ``torch.empty_strided`` makes in a mode; no mode hears of it."""
+    """The result of ``torch.empty_strided`` in a mode, made without a call to any mode."""
     with no_dispatch():
         on_meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         if isinstance(mode, QuickFakeMode):
@@ -151,7 +156,7 @@ def same_shape(tensor: torch.Tensor) -> torch.Tensor:
 def same_shape_in(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without data like another, of a mode, with a storage of its own as large as the other's.
 
-    One on the meta device is taken to be on the CPU.
+    Of one on the meta device it is one on the CPU.
     """
     size = storage_bytes(tensor) // max(tensor.element_size(), 1)
     device = "cpu" if tensor.device.type == "meta" else tensor.device
@@ -176,7 +181,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def called(function: Any, first: torch.Tensor, *rest: Any) -> Any:
-    """What a function returns of tensors without data, without data."""
+    """The result of a function called with tensors without data."""
     mode = first.fake_mode if isinstance(first, FakeTensor) else contextlib.nullcontext()
     with mode:
         return function(first, *rest)
@@ -188,7 +193,7 @@ def is_fake(value: object) -> bool:
 
 
 def mode_of(tensors: Iterable[torch.Tensor]) -> FakeTensorMode:
-    """The mode of tensors without data, of which there is one at least."""
+    """The mode of tensors without data, given at least one of them."""
     return next(tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor))
 
 
@@ -219,8 +224,8 @@ def is_size(value: object) -> bool:
 
 
 def held_object(value: object) -> object:
-    """What a value of a captured graph stands for that is neither tensor nor number, as the mesh of a DTensor
-    does; None for all else."""
+    """The object that a value of a captured graph stands for, if it is neither tensor nor number, as the mesh
+    of a DTensor; None for all others."""
     return value.real_obj if isinstance(value, FakeScriptObject) else None
 
 

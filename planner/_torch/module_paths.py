@@ -1,7 +1,7 @@
-"""Which of the user's modules the nodes of a Dynamo graph came from, by the names of ``named_modules()``.
+"""The user's module that each node of a Dynamo graph came from, by its name in ``named_modules()``.
 
-Dynamo writes down a source, such as ``L['self'].h.0``. It begins at the function that was captured: at a
-submodule, wherever a graph break lies inside one. The module itself is recognised by its identity.
+Dynamo writes down a source, such as ``L['self'].h.0``. It begins at the captured function, so at a submodule
+where a graph break lies inside one. So modules are recognised by their identity instead.
 """
 
 import re
@@ -25,8 +25,8 @@ _STACK = "nn_module_stack"
 class ModuleNames:
     """The names of the modules inside of one, by their identity.
 
-    They are looked up when first asked for, and again where a module is not among them: a forward may put in
-    another one.
+    They are read when first asked for, and again where a module is not among them: a forward may put in new
+    ones.
     """
 
     def __init__(self, root: torch.nn.Module) -> None:
@@ -95,9 +95,9 @@ _INSIDE = re.compile(r"'\]\._modules\['|\._(?:modules|parameters|buffers)\['|'\]
 
 
 def source_name(placeholder: torch.fx.Node) -> str | None:
-    """What an input of a Dynamo graph is called where it comes from, as in ``args[0]`` or ``0.bias``.
+    """The name of an input of a Dynamo graph at its source, as in ``args[0]`` or ``0.bias``.
 
-    None for what an earlier graph returned.
+    None for results of an earlier graph.
     """
     name = getattr(getattr(placeholder, "_dynamo_source", None), "name", None)
     found = re.fullmatch(r"L\['(args|kwargs|module)'\](.*)", str(name() if callable(name) else name))
@@ -109,6 +109,6 @@ def source_name(placeholder: torch.fx.Node) -> str | None:
 
 
 def described_input(placeholder: torch.fx.Node) -> str:
-    """What an input of a Dynamo graph is called, or how large it is."""
+    """The name of an input of a Dynamo graph; its shape where it has none."""
     shape = "x".join(map(str, placeholder.meta["example_value"].shape)) or "a scalar"
     return source_name(placeholder) or f"a tensor of {shape}"

@@ -16,14 +16,14 @@ from planner.module_parts import parts_of
 
 
 def module_call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """What ``module(*args, **kwargs)`` does when nothing is installed: hooks and forward."""
+    """Call a module as ``module(*args, **kwargs)`` does when nothing is installed: hooks and forward."""
     return module._call_impl(*args, **kwargs)
 
 
 def call_with_forward(
     module: torch.nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What :func:`module_call` does, with ``forward(*args, **kwargs)`` in place of the module's own.
+    """Call a module as :func:`module_call` does, with ``forward(*args, **kwargs)`` in place of its own.
 
     While ``forward`` itself runs the module's own is back in its place.
     """
@@ -107,8 +107,8 @@ _FRAMES_TO_A_CALL = 8
 def called_instead_of(module: torch.nn.Module, installed: object) -> torch.nn.Module | None:
     """The module whose call runs, if it is not ``module`` but has what is installed there all the same.
 
-    A module whose ``__dict__`` was copied is one, as replicas of ``DataParallel`` are. What is installed is
-    called without the module, so this is found in the frame of the call.
+    This is so after a module's ``__dict__`` was copied, as for replicas of ``DataParallel``. The installed
+    call does not get the module as an argument, so it is read from the frame of the caller.
     """
     frame = sys._getframe(1)
     for _ in range(_FRAMES_TO_A_CALL):
@@ -126,7 +126,7 @@ def called_instead_of(module: torch.nn.Module, installed: object) -> torch.nn.Mo
 def after_shallow_copies(copied: Callable[[torch.nn.Module, torch.nn.Module], None]) -> None:
     """Have ``copied(module, copy)`` called after ``copy.copy(module)``, which drops what is installed.
 
-    It is for the process; classes of users that say themselves how they are copied are left alone.
+    This holds for the process; users' classes that define their own copying are left alone.
     """
     of_graphs = torch.fx.GraphModule.__copy__
 

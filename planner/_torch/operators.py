@@ -1,4 +1,4 @@
-"""What an ATen operator is and does, and what backends are set to."""
+"""Properties of ATen operators, and settings of backends."""
 
 from collections.abc import Mapping, Sequence
 from operator import getitem
@@ -70,8 +70,7 @@ def last_argument(operator: OpOverload) -> str:
 def not_asked_for(operator: Any, args: Sequence[Any]) -> tuple[int, ...]:
     """Positions of the results that a call of a backward does not ask for, by its mask of results.
 
-    Kernels return nothing there, or memory that nobody reads; shape functions are not always of one mind with
-    them.
+    Kernels return nothing there, or memory that nobody reads; shape functions do not always agree with them.
     """
     if not isinstance(operator, OpOverload):
         return ()
@@ -83,13 +82,13 @@ def not_asked_for(operator: Any, args: Sequence[Any]) -> tuple[int, ...]:
 
 
 def asked_for(operator: Any, args: Sequence[Any], results: Any) -> Any:
-    """The results of a call without those that nobody asks for: what is allocated for them is scratch."""
+    """The results of a call without those that nobody asks for; memory of these is scratch."""
     unwanted = not_asked_for(operator, args)
     return [None if i in unwanted else one for i, one in enumerate(results)] if unwanted else results
 
 
 KEPT_BY_PYTORCH = (torch.ops.aten._cudnn_init_dropout_state.default,)
-"""Operators whose result takes the place of one that PyTorch keeps, and is as large: no step leaves more."""
+"""Operators whose result replaces one of the same size that PyTorch keeps: no step leaves more memory."""
 
 
 _NUMBERS = (int, float, complex)
@@ -136,7 +135,7 @@ _KNOWN = frozenset({"aten", "prims", "mkldnn", "torch_nn", "torchvision", "plann
 
 
 def is_foreign(operator: Any) -> bool:
-    """Whether an operator is from outside PyTorch: nothing but the shapes of its results is known."""
+    """Whether an operator is from outside PyTorch: only the shapes of its results are known."""
     return isinstance(operator, OpOverload) and operator.namespace not in _KNOWN
 
 
@@ -145,7 +144,7 @@ COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "_dten
 
 
 def is_collective(operator: Any) -> bool:
-    """Whether ranks take part in a call together: who calls it alone waits for the others."""
+    """Whether ranks take part in a call together: a rank that calls it alone waits for the others."""
     return isinstance(operator, OpOverload) and operator.namespace in COLLECTIVES
 
 
@@ -168,7 +167,7 @@ def takes_item(target: Any) -> bool:
 
 
 def may_draw(operator: Any) -> bool:
-    """Whether an operator draws random numbers, or may: nothing makes those of users say so."""
+    """Whether an operator draws random numbers, or may: users' operators need not declare it."""
     return uses_generator(operator) or (is_foreign(operator) and not is_collective(operator))
 
 

@@ -1,5 +1,5 @@
-"""Which Python code is PyTorch's own, or this library's, by the file that it is in: names can be a wrapper's
-copies; and which of this library's functions are in place of PyTorch's for a while."""
+"""Tell PyTorch's and this library's Python code by its file, since wrappers can copy names; and mark this
+library's functions that replace PyTorch's for a while."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,14 +24,14 @@ def is_of_this_package(code: CodeType) -> bool:
 
 
 def stand_in(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function that is put in place of another for a while, as while a step is recorded.
+    """Mark a function that replaces another for a while, as while a step is recorded.
 
-    For a model that another thread trains meanwhile nothing has changed then.
+    A model that another thread trains meanwhile then takes nothing for changed.
     """
     setattr(function, _STANDS_FOR, meant(original))
     return function
 
 
 def meant(function: Any) -> Any:
-    """The function that one stands for; itself if it stands for none."""
+    """The function that another stands in for; the function itself if it stands in for none."""
     return vars(function).get(_STANDS_FOR, function) if isinstance(function, FunctionType) else function

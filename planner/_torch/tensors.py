@@ -1,4 +1,4 @@
-"""What tensors, storages and operators say of themselves."""
+"""Properties of tensors, storages and operators, by private names of PyTorch."""
 
 import functools
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils.weak import TensorWeakRef
 
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
-"""What begins a region of autocast in a graph of Dynamo's."""
+"""The function that begins a region of autocast in a Dynamo graph."""
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
-"""What ends one."""
+"""The function that ends one."""
 _TRANSFORMS = {
     getattr(torch._C._functorch, f"_{kind}_{change}_nesting", None): by
     for kind in ("grad", "jvp", "vmap")
@@ -20,12 +20,12 @@ _TRANSFORMS = {
 
 
 def transform_depth(node: torch.fx.Node) -> int:
-    """1 for what begins a transform of ``torch.func`` in a graph of Dynamo's, -1 for what ends one, or 0."""
+    """1 for a node of a Dynamo graph that begins a transform of ``torch.func``, -1 for its end; else 0."""
     return _TRANSFORMS.get(node.target, 0) if node.op == "call_function" else 0
 
 
 SPARSE_PARTS = (torch.Tensor._indices, torch.Tensor._values)
-"""What take indices and values out of a sparse tensor, be it coalesced or not."""
+"""Operators that take indices and values out of a sparse tensor, coalesced or not."""
 _COMPRESSED_ROWS = (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values)
 _COMPRESSED_COLUMNS = (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values)
 SPARSE = {
@@ -54,12 +54,12 @@ def storage_number(storage: torch.UntypedStorage) -> int:
 
 
 def is_lent(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in memory that no allocator of PyTorch's gave, as that of a numpy array."""
+    """Whether a tensor lies in memory that no allocator of PyTorch gave, as a numpy array's."""
     return not tensor.untyped_storage().resizable()
 
 
 def is_wrapper(kind: type) -> bool:
-    """Whether tensors of a class hold others, in which their data are, as DTensors do."""
+    """Whether tensors of a class hold others that have their data, as DTensors do."""
     return kind not in _HOLD_THEIR_DATA and is_traceable_wrapper_subclass_type(kind)
 
 
@@ -67,8 +67,8 @@ _HOLD_THEIR_DATA = (torch.Tensor, torch.nn.Parameter)
 
 
 def held_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors in which the data of one are: of a DTensor the local one, of a sparse tensor indices and
-    values, of most the tensor itself."""
+    """The tensors that have the data of one: of a DTensor the local one, of a sparse tensor indices and
+    values, of most tensors the tensor itself."""
     if tensor.layout in SPARSE:
         return [part(tensor) for part in SPARSE[tensor.layout]]
     if type(tensor) in _HOLD_THEIR_DATA or not is_traceable_wrapper_subclass_type(type(tensor)):
@@ -79,12 +79,12 @@ def held_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether a tensor looks at another one's memory, as autograd knows it."""
+    """Whether autograd knows a tensor as a view of another."""
     return tensor._is_view()
 
 
 def dispatch_keys(tensor: torch.Tensor) -> int:
-    """By which kernels an operator of a tensor runs, as a number: conjugates and inference's differ too."""
+    """A tensor's dispatch keys, as a number: they choose kernels, and tell conjugates and inference apart."""
     number: int = torch._C._dispatch_keys(tensor).raw_repr()
     return number
 
@@ -95,8 +95,11 @@ def writes(tensor: torch.Tensor) -> int:
 
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without history; of a plain tensor with the same count of writes, whatever dispatch
-    mode is on. A tensor that has none is returned as it is."""
+    """The same memory without autograd history.
+
+    The alias of a plain tensor shares its count of writes, whatever dispatch mode is on. A tensor without
+    history is returned as it is.
+    """
     if tensor.grad_fn is None:
         return tensor
     if type(tensor) is not torch.Tensor:
@@ -120,7 +123,7 @@ def strided_copy(tensor: torch.Tensor, device: torch.device | None = None) -> to
 
 
 def copy_elements(made: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy a tensor into another of the same sizes and strides, of which elements may share memory."""
+    """Copy a tensor into another of the same sizes and strides, whose elements may share memory."""
     if tensor.is_contiguous() or not tensor.numel():
         made.copy_(tensor)
         return
@@ -134,7 +137,7 @@ def stored_elements(tensor: torch.Tensor) -> int:
 
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
-"""What is called with a gradient, and may return another in its place."""
+"""A function that is called with a gradient, and may return another in its place."""
 
 
 def hooks_on(tensor: torch.Tensor) -> list[Hook]:
@@ -144,8 +147,8 @@ def hooks_on(tensor: torch.Tensor) -> list[Hook]:
 
 def hooks_after_accumulation(tensor: torch.Tensor) -> dict[int, Callable[[torch.Tensor], None]]:
     """The hooks that run once the gradient of a leaf has been accumulated, by number."""
-    found: dict[int, Callable[[torch.Tensor], None]] | None = tensor._post_accumulate_grad_hooks
-    return {} if found is None else found
+    hooks: dict[int, Callable[[torch.Tensor], None]] | None = tensor._post_accumulate_grad_hooks
+    return {} if hooks is None else hooks
 
 
 def all_hooks_on(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
@@ -154,18 +157,18 @@ def all_hooks_on(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
 
 
 class HooksOn:
-    """The hooks on the gradient of a tensor, by number, which this does not hold."""
+    """The hooks on the gradient of a tensor, by number. The tensor is not held."""
 
-    __slots__ = ("_found", "_tensor")
+    __slots__ = ("_first", "_tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._found = TensorWeakRef(tensor), tensor._backward_hooks
+        self._tensor, self._first = TensorWeakRef(tensor), tensor._backward_hooks
 
     def there_now(self) -> dict[int, Hook] | None:
-        """Those that there are; of a tensor that is gone, those that there were."""
+        """The present hooks; of a tensor that is gone, those at the beginning."""
         tensor = self._tensor()
-        found: dict[int, Hook] | None = self._found if tensor is None else tensor._backward_hooks
-        return found
+        hooks: dict[int, Hook] | None = self._first if tensor is None else tensor._backward_hooks
+        return hooks
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
@@ -191,7 +194,7 @@ def has_tensors(operator: Any) -> bool:
 
 
 def held_by_pytorch(tensor: Any) -> bool:
-    """Whether PyTorch itself holds a tensor that Python holds: one more Python reference stands for that."""
+    """Whether PyTorch itself holds a tensor that Python holds, which adds one Python reference."""
     return int(tensor._use_count()) > 1
 
 

@@ -15,7 +15,7 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Let a tensor, and all that share its memory, count from there."""
+    """Set the version of a tensor, and of all that share its memory."""
     if compat.version() < (2, 7):
         torch._C._autograd._unsafe_set_version_counter(tensor, version)  # type: ignore[arg-type]
     else:
@@ -23,10 +23,10 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
 
 
 class Watched:
-    """Tensors as they are now, to be compared with what they are later. Their memory is not held.
+    """The present versions of tensors, to be compared with later ones. Their memory is not held.
 
     Args:
-        tensors: By a key of the caller's. Those of which PyTorch counts no writes are left out.
+        tensors: The tensors, by keys of the caller. Those without a count of writes are left out.
     """
 
     def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
@@ -46,7 +46,7 @@ class Watched:
 
 
 def counter_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
-    """What returns a tensor that counts with another, while there is one, and does not hold its memory."""
+    """A function that returns a tensor of the same version, while there is one; it holds no memory."""
     if isinstance(tensor, torch.nn.Parameter):
         return weakref.ref(tensor)  # its module holds it
     if type(tensor) not in (torch.Tensor, FakeTensor) or tensor.layout != torch.strided:

@@ -39,8 +39,7 @@ from planner.capture.external_accumulation import ask_for_per_use_gradients
 from planner.capture.graphs.graph_runner import GraphRunner
 from planner.capture.graphs.runners import UntracedFunctions, captured_graphs, collector, let_go, split_up
 from planner.capture.module_calls import Bound, Marked, run_forward
-from planner.capture.on_a_copy import RunOfACopy, on_a_copy
-from planner.capture.on_its_device import as_on_its_device
+from planner.capture.on_a_copy import RunOfACopy, as_on_its_device, on_a_copy
 from planner.capture.recurrent_layers import recurrent_calls
 from planner.errors import CaptureError, warn
 from planner.lowering.lowerings import chosen_lowering
@@ -77,17 +76,17 @@ def capture(
 
     Args:
         module, step: The module, and its arguments and loss.
-        progress: Called with what is going on and the fraction done.
-        cuda: Replace what the CPU does by what CUDA does; None to capture what the tensors' device does.
-        accumulate: Whether every trainable parameter has a gradient that is added to; None: those that
-            have one now.
+        progress: Called with the present action and the fraction done.
+        cuda: Use CUDA's kernels in place of the CPU's; None for those of the tensors' device.
+        accumulate: Whether every trainable parameter has a gradient that the step adds to; None: the
+            parameters that have one now.
         regions: Names of the submodules that are graphs of their own.
-        rank: What the step is one of several ranks'; None for a single process.
+        rank: The rank whose step it is; None for a single process.
         decided: As for :func:`planner._torch.dynamo.dynamo_compile`.
         most_graphs: With as many graphs, the next break is an error; None for no bound.
 
     Raises:
-        CaptureError: If the step cannot be run, or no graph came of it.
+        CaptureError: The step cannot run, or Dynamo makes no graph of it.
     """
     if (hindrance := hindering_mode()) is not None:
         raise CaptureError(f"{hindrance}: plan before it begins, or after it ended")
@@ -109,14 +108,14 @@ def record_saving(
     """Record one training step on a copy of the module, eagerly and by another recorder.
 
     Args:
-        recorder_of: Given the copy and what is sharded of it, makes what makes the recorder of the second
-            pass.
+        recorder_of: Given the copy and its sharded units, returns the class (or function) that makes the
+            recorder of the second pass.
         around: Puts that recorder around the module's call.
 
     All else is as for :func:`capture`.
 
     Raises:
-        CaptureError: If the step cannot be run.
+        CaptureError: The step cannot run.
     """
     if (hindrance := hindering_mode()) is not None:
         raise CaptureError(f"{hindrance}: plan before it begins, or after it ended")
@@ -136,10 +135,10 @@ def record_eagerly(
     accumulate: bool | None = None,
     rank: Rank | None = None,
 ) -> Recording:
-    """Record the step as it is without graphs, on a copy of the module that ``change`` is given before.
+    """Record the step without graphs, on a copy of the module, after ``change`` has changed that copy.
 
     Raises:
-        CaptureError: If the step cannot be run.
+        CaptureError: The step cannot run.
     """
 
     def use(copied: "_Capture") -> Recording:
@@ -344,8 +343,11 @@ class _Capture:
         )
 
     def _compiled_pass(self, target: torch.nn.Module, runners: list[GraphRunner]) -> tuple[Recording, int]:
-        """Trace the graphs and record the step with them, until it takes the same path twice; then once more
-        if some must return per-use (unsummed) gradients. Returns what :meth:`_record` does."""
+        """Trace the graphs and record the step with them, until it takes the same path twice.
+
+        Then once more, if some graphs must return per-use (unsummed) gradients. Returns the same as
+        :meth:`_record`.
+        """
         waiting, attempts, asked = list(runners), 1, False
         python: PythonState | None = None
         while True:
@@ -353,12 +355,12 @@ class _Capture:
             traced = len(runners)
             self._trace(waiting, traced)
             if python is not None and attempts == _MOST_PASSES:
-                python.restore()  # counters and histories change each time: as the last pass found them
+                python.restore()  # counters and histories change with each pass: start where the last one did
             python = PythonState([self.copied.module], objects=True)
             self.report("recording the compiled step", 0.8)
             recording, forward_events = self._record(target, "running the compiled step", runners)
             waiting = [*(r for r in runners if r.outdated), *runners[traced:]]
-            if waiting:  # some code first ran now: a forward may take another path the second time
+            if waiting:  # this pass made new graphs: a forward may take another path the second time
                 attempts += 1
             elif not asked:
                 waiting, asked = ask_for_per_use_gradients(recording, runners), True
@@ -372,7 +374,7 @@ class _Capture:
         for runner in runners:
             fraction = 0.4 + 0.4 * runner.index / total
             self.report(f"tracing the backward of graph {runner.index + 1} of {total}", fraction)
-            with self._pass("tracing the backward", restoring=False):  # which runs no code of the user's
+            with self._pass("tracing the backward", restoring=False):  # tracing runs no code of the user's
                 runner.trace()
 
     def _warn(self, text: str) -> None:
@@ -380,7 +382,7 @@ class _Capture:
         warn(text)
 
     def _recorded_eagerly(self) -> Recording:
-        """The step as it is, once what a first forward sets up is there."""
+        """Record the plain step; a second time if the first forward set up tensors that later ones find."""
         record = partial(self._record, self.copied.module, "running the step")
         recording, _ = record()
         if not self._leaves_tensors:
@@ -403,7 +405,8 @@ class _Capture:
     ) -> tuple[Recording, int]:
         """Run the step under a recorder; returns also how many events the module's forward had."""
         if not self._eager_runs and holds_dtensors(self.copied.module):
-            with self._pass(doing):  # what they compute to learn how an operator is distributed they remember
+            # DTensors cache how operators are distributed: keep that out of the recording.
+            with self._pass(doing):
                 self.copied.step.run(call)
         gradients, foreign = list(self.gradients.values()), self._before.about_to_run
         recorder = recorder_of(fake.fake_mode(), self._resident, gradients, self._cuda is None, foreign)

@@ -1,4 +1,4 @@
-"""What capturing a training step gives."""
+"""The result of capturing: a step's recordings and graphs, and the note on a step without a loss."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ class CapturedGraph:
     """One graph that Dynamo made, with its joint graph.
 
     Attributes:
-        structure: Digest of the graph without shapes: what a plan recognises it by.
+        structure: Digest of the graph without shapes, by which a plan recognises it.
         occurrence: How many graphs of that structure the step runs for the first time before it.
         occurrences: How many graphs of that structure it runs.
         spec: How it was traced.
@@ -31,8 +31,8 @@ class CapturedGraph:
         passes_gradients: Whether gradients arrive at its outputs. Where there is no joint graph, these are
             views of its inputs.
         overwritten: Results that the step changes in place before their backward, by position.
-        places: Where it stands for some executions of a graph, which get gradients that lie differently from
-            those of the others: which these are. The graph has the same structure and occurrence.
+        places: Executions of another graph, of the same structure and occurrence, that this one stands for:
+            their gradients lie differently in memory. Empty for the graph that stands for the rest.
         never_runs: Whether PyTorch made it of a function that it then could not trace.
     """
 
@@ -88,14 +88,14 @@ class CapturedStep:
     state_in_hooks: Sequence[torch.Tensor] = ()
 
     def places_of(self, home: int, executions: Mapping[int, int]) -> dict[int, Sequence[int]]:
-        """Which executions of a graph it stands for itself, and which of them others stand for.
+        """The executions of a graph, divided among the graphs that stand for them.
 
         Args:
             home: The graph's index.
             executions: How often each of the step's graphs runs, by index.
 
         Returns:
-            The places of executions among all of the graph, by the index of what stands for them.
+            By index of the graph that stands for them, the places of executions among all of this graph.
         """
         graph = self.graphs[home]
         same = graph.structure, graph.occurrence
@@ -115,8 +115,8 @@ class CudaKernels:
 
     Attributes:
         capability: Compute capability of the device.
-        attention: Its attention kernel; None for what PyTorch chooses.
-        cudnn: Whether it is one that cuDNN runs on.
+        attention: Its attention kernel; None for the one that PyTorch chooses.
+        cudnn: Whether cuDNN runs on the device.
     """
 
     capability: tuple[int, int]

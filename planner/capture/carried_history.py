@@ -1,12 +1,12 @@
-"""Modules that go on, in each forward, from results of the one before, as spiking neurons do.
+"""Modules whose forward starts from results of the previous forward, as spiking neurons do.
 
-Gradients flow through these results, and no step may differentiate what the one before has: users set them
-back, or detach them, between steps. Planning and verifying run the step several times, and do the first.
+Gradients flow through these results, and PyTorch refuses to differentiate a graph twice. So users reset the
+results between steps, or detach them. Planning and verifying run the step several times, and reset them.
 """
 
 CARRIED_HISTORY = (
-    "the module goes on from results of the forward before, which gradients flow through: it is planned as "
-    "if these were set back, before each step, to what is there now. Where they are detached instead, plan "
+    "the module starts from results of the previous forward, which gradients flow through: the plan assumes "
+    "that you reset these, before each step, to their present values. Where you detach them instead, plan "
     "after the first step"
 )
 """A note on a step."""

@@ -14,8 +14,8 @@ aten = torch.ops.aten
 
 PRODUCTS = (
     "the gradient of torch.prod is rounded otherwise than without a plan where no factor is zero, and "
-    "differs in the last bits: PyTorch looks for zeros among the data, and traces what is right for both. "
-    "Where bits matter, write the product of a few factors as multiplications, or "
+    "differs in the last bits: PyTorch looks for zeros among the data, and traces a form that is right for "
+    "both. Where bits matter, write the product of a few factors as multiplications, or "
     "plan with backend='replay'. planner.verify() tells"
 )
 
@@ -26,8 +26,8 @@ PRODUCTS_INSIDE = (
 )
 
 SPARSE_TENSORS = (
-    "the step computes with sparse tensors: what their kernels allocate and free again is not predicted, nor "
-    "what they take with other data, so that a step may take more than planned. Call planner.verify(), "
+    "the step computes with sparse tensors: the workspace of their kernels is not predicted, nor the memory "
+    "that they take with other data, so that a step may take more than planned. Call planner.verify(), "
     "which measures it"
 )
 
@@ -36,14 +36,15 @@ _SHOWN = 3
 
 
 def told_by_data(answers: Answers | None) -> list[str]:
-    """What a user should know of a step whose path was found by running it once with data elsewhere."""
+    """The note on a step whose path was found by one run with data on the CPU; empty for other steps."""
     lines = [] if answers is None else answers.lines
     if not lines:
         return []
     shown = ", ".join(lines[:_SHOWN]) + (f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
     return [
-        f"what the step reads from its tensors decides what runs (at {shown}). It was run once on the CPU to "
-        "know that, with these inputs; a step that reads something else may run other operations than planned"
+        f"what the step reads from its tensors decides what runs (at {shown}). It was run once on the CPU, "
+        "with these inputs, to read that; a step that reads other numbers may run other operations than "
+        "planned"
     ]
 
 
@@ -59,7 +60,7 @@ def has_sparse(recording: Recording, *, compressed: bool = False) -> bool:
 
 
 def has_products(joints: Iterable[JointGraph]) -> bool:
-    """Whether gradients pass through a product of all elements, or of those of a dimension."""
+    """Whether gradients pass through ``prod``, of all elements or along a dimension."""
     return any(_differentiates_a_product(joint) for joint in joints)
 
 

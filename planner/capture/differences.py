@@ -1,4 +1,4 @@
-"""What a user should know of a captured step, in words: of its graphs, and where a planned one differs."""
+"""Notes and warnings on a captured step: on its graphs, and on where a planned step differs from eager."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from planner.training_step.recorder import Recording
 _MANY_ALIKE = 3
 _RECURRENT = (torch.nn.RNNBase, torch.nn.LSTMCell, torch.nn.GRUCell)
 _OF_CPU = ("mkldnn", "_for_cpu", "_cpu_")
-"""Names of kernels that only the CPU has contain one of these."""
+"""Parts of names of kernels that only the CPU has."""
 
 
 def warn_of_other_gradients(
@@ -30,9 +30,12 @@ def warn_of_other_gradients(
     warn: Callable[[str], None],
     regions: Sequence[str],
 ) -> None:
-    """Say so where gradients pass between graphs in another order, or layout, than eager's, and where a
-    parameter gets none: ``with_gradients`` says which get one without graphs, and with them. So it
-    is where hooks let go of gradients and there are no regions that hand them out."""
+    """Warn where gradients differ from eager's.
+
+    Three differences are looked for: gradients that pass between graphs in another order or layout;
+    parameters that get none (``with_gradients`` says which get one without graphs, and with them); and hooks
+    that free gradients in the backward, where no regions hand these out one by one.
+    """
     parameters = list(copied.module.named_parameters())
     named = zip(parameters, with_gradients[False], with_gradients[True], strict=True)
     if missing := [name for (name, _), without_plan, with_plan in named if without_plan and not with_plan]:
@@ -74,7 +77,7 @@ def warn_of_cpu_kernels(
     cuda: CudaKernels,
     warn: Callable[[str], None],
 ) -> None:
-    """Say so where a GPU would run another kernel than the one that is planned."""
+    """Warn where a GPU would run another kernel than the planned one."""
     joints = [runner.joint for runner in runners if runner.joint is not None]
     calls = [*(c.func for c in recording.calls), *(op.node.target for j in joints for op in j.ops)]
     names = {name for name in map(str, calls) if any(part in name for part in _OF_CPU)}
@@ -88,7 +91,7 @@ def warn_of_cpu_kernels(
 
 
 def notes_on(runners: Sequence[GraphRunner], regions: bool) -> list[str]:
-    """What the user should know of the captured graphs; ``regions``: whether some are regions."""
+    """Notes on the captured graphs; ``regions``: whether some are regions."""
     notes = []
     if calls := sum(checkpoint_calls(runner.graph) for runner in runners):
         notes.append(

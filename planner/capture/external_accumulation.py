@@ -20,16 +20,16 @@ _MOST_ELEMENTS = 2**24
 
 
 def sums_between_graphs(recording: Recording, runners: Sequence[GraphRunner]) -> list[tuple[int, int]]:
-    """Gradients that are added to others although a graph has added them up inside already.
+    """Sums of gradients that a graph has made inside and that the step then adds to another gradient.
 
-    Without a plan the uses of a tensor are added one by one, the last first.
+    Without a plan the gradients of a tensor's uses are added one by one, that of the last use first.
 
     Returns:
-        The graph and the position of the input (-1: unknown) of each.
+        For each sum the graph, and the position of the input that it belongs to (-1: unknown).
     """
     sums = {r.index: r.sums() for r in runners if r.joint is not None}
     added_up: dict[int, list[tuple[int, int]]] = {}  # one gradient may be that of several inputs
-    found = []
+    between: list[tuple[int, int]] = []
     for event in recording.events:
         call = event.graph
         if call is not None and call.backward:
@@ -39,12 +39,12 @@ def sums_between_graphs(recording: Recording, runners: Sequence[GraphRunner]) ->
         elif call is None and event.backward and event.call is not None:
             name = recording.calls[event.call].func.overloadpacket
             if name in _ADDITIONS and len(event.reads) == 2 and event.reads[0] >= 0:
-                found += [one for r in event.reads[1:] for one in added_up.get(r, ())]
-    return found
+                between += [place for r in event.reads[1:] for place in added_up.get(r, ())]
+    return between
 
 
 def ask_for_per_use_gradients(recording: Recording, runners: Sequence[GraphRunner]) -> list[GraphRunner]:
-    """Ask graphs for per-use gradients where others are added before them; returns those graphs."""
+    """Ask graphs for per-use gradients where the step adds others before them; returns those graphs."""
     asked: dict[int, set[int]] = {}
     for graph, position in sums_between_graphs(recording, runners):
         asked.setdefault(graph, set()).add(position)
@@ -54,12 +54,17 @@ def ask_for_per_use_gradients(recording: Recording, runners: Sequence[GraphRunne
 
 
 def reordered_views(runners: Sequence[GraphRunner]) -> int:
-    """How many results of graphs get gradients in another order than without a plan: where several outputs
-    are views of one, their gradients come before those of its uses inside, whichever came last in the
-    forward. So do those of a view of an input that the graph changes in place; of other inputs views are
-    taken outside (:mod:`planner.compiled.views_outside`), where an operation that uses one several times is
-    given it once.
-    Weights of reentrant checkpoints count as well, see :func:`weights_summed_apart`."""
+    """How many tensors get gradients in another order than without a plan.
+
+    These count:
+
+    * Results of which several outputs are views: gradients of the outputs come before those of uses inside
+      the graph, whichever use came last in the forward.
+    * Inputs that the graph changes in place and returns views of, for the same reason. Views of other inputs
+      are taken outside of the graph (:mod:`planner.compiled.views_outside`).
+    * Inputs that one operation uses several times: taken outside, it gets one alias for all.
+    * Weights of reentrant checkpoints, see :func:`weights_summed_apart`.
+    """
     captured = [runner for runner in runners if runner.joint is not None]
     return sum(
         _reordered(runner)
@@ -86,8 +91,7 @@ def _reordered_inputs(runner: GraphRunner) -> int:
 
 
 def _used_beside(given: Node, views: Sequence[Node]) -> bool:
-    """Whether an input has more uses than two, views that are handed on included: two gradients are the same
-    either way round."""
+    """Whether an input has more than two uses, returned views included: a sum of two has one order only."""
     path: set[Node] = set()  # from the input to the views
     for view in views:
         node = view
@@ -116,7 +120,7 @@ def _reordered(runner: GraphRunner) -> int:
         if len(group) > 1 and len(gradients) == 1:
             uses = _sums_after(gradients[0])
             views = [outputs[i].meta["example_value"] for i in group]
-            # Two are the same either way round; of views that have nothing in common, the rest is zeros.
+            # A sum of two has one order only. Views that do not overlap add zeros to each other's gradient.
             count += len(group) + uses > 2 and (uses > 0 or _overlap(views))
     return count
 

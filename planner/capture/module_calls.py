@@ -1,4 +1,4 @@
-"""Calls of a module while its step is captured: one that is marked in a recording, one that is compiled."""
+"""Calls of a module while its step is captured: one marks its end in a recording, one is compiled."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from planner.training_step.recorder import StepRecorder
 
 
 def run_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is compiled, when a plan is made and when it runs; the module's own hooks stay outside."""
+    """The function that Dynamo compiles, in planning and in training; the module's own hooks stay outside."""
     return module.forward(*args, **kwargs)
 
 

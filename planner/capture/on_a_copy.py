@@ -1,5 +1,6 @@
 """Running a step on a copy of the module, so that nothing of the user's is changed."""
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +9,10 @@ from typing import TypeVar
 
 import torch
 
-from planner._torch.autocast_state import region_of_its_own
+from planner._torch.autocast_state import autocast_regions, region_of_its_own
 from planner._torch.compat import graphs_are_off
+from planner._torch.cuda.autocast import autocast_of_cuda
+from planner._torch.cuda.kernels import kernels_of_cuda
 from planner._torch.distributed import tensor_parallel_ranks
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner._torch.tracing.hindrances import no_other_thread_traces
@@ -17,6 +20,7 @@ from planner._torch.tracing.let_go import forget_what_was_looked_up
 from planner._torch.without_data.answers import Answers, answers_noted
 from planner._torch.without_data.imports import imports_without_modes
 from planner.blocks.running import blocks_run_as_written
+from planner.capture.captured_step import CudaKernels
 from planner.errors import CaptureError
 from planner.heap import newer_objects
 from planner.module_parts import parts_of
@@ -29,7 +33,7 @@ from planner.training_step.step import Step
 logger = logging.getLogger(__name__)
 
 
-_SPARSE = "how much a sparse tensor takes, and what is computed of it, is in its data"
+_SPARSE = "the data of a sparse tensor decide how much memory it takes, and which operations run"
 
 
 class NotWithoutDataError(CaptureError):
@@ -38,7 +42,7 @@ class NotWithoutDataError(CaptureError):
 
 @dataclass(frozen=True)
 class RunOfACopy:
-    """A copy, and what is put back when its steps have run.
+    """A copy, and the original's state, which is put back when the copy's steps have run.
 
     Attributes:
         copied: The copy.
@@ -67,13 +71,13 @@ def on_a_copy(
     *,
     may_have_data: bool = True,
 ) -> _T:
-    """What ``use`` makes of a copy without data; of one with data where the step does not run without.
+    """Call ``use`` with a copy without data; with a copy with data where the step does not run without.
 
-    Where it may have none, since another device will run it, a step with data is run once to be told what it
-    reads from them.
+    Where ``may_have_data`` is false, since another device will run the step, a copy with data runs once only
+    to note the numbers that the step reads; ``use`` then gets a copy without data that is told these.
 
     Raises:
-        CaptureError: If the step runs neither way.
+        CaptureError: The step runs neither way.
     """
     before = StepSnapshot.take(module, step)
 
@@ -98,7 +102,7 @@ def on_a_copy(
 
     told: _Copy | None = None
     if (off := graphs_are_off()) is not None:
-        # What a tensor without data is changes with every version of PyTorch; one with data does not.
+        # Tensors without data change with every version of PyTorch; those with data do not.
         if (wrong := _no_data(off, module, step)) is not None:
             raise wrong
         if not may_have_data:
@@ -126,17 +130,28 @@ def on_a_copy(
         report("copying the module without its data", 0.0)
         try:
             return run(told, use)
-        except NotWithoutDataError as error:  # it asks for what the step with data was not asked for
+        except NotWithoutDataError as error:  # it reads numbers that the step with data did not read
             raise _elsewhere(str(error)) from error
     report("copying the module with its data: they decide what runs", 0.0)
     return run(real_copy, use)
 
 
+def as_on_its_device(cuda: CudaKernels | None, stack: contextlib.ExitStack) -> list[str]:
+    """Let a copy run the kernels of its device until the contexts of ``stack`` end.
+
+    Returns the regions of autocast around the step; the list grows while it runs.
+    """
+    if cuda is None:
+        return autocast_regions()
+    stack.enter_context(kernels_of_cuda(cuda.capability, cuda.attention, cudnn=cuda.cudnn))
+    return stack.enter_context(autocast_of_cuda())
+
+
 def _answers(copied: RunOfACopy) -> Answers:
-    """What a step with data is told where it reads numbers.
+    """Run a step with data and note the numbers that it reads.
 
     Raises:
-        CaptureError: It does not run.
+        CaptureError: The step does not run.
     """
     copy, as_written = copied.copied, blocks_run_as_written()
     try:
@@ -163,7 +178,7 @@ def _no_data(why_needed: str, module: torch.nn.Module, step: Step) -> CaptureErr
     if tensor_parallel_ranks(module) > 1:
         return CaptureError(
             f"{why_needed}. With data the model could be run, but it is distributed among ranks, which would "
-            "have to run it together: leave what does not run without data out of the planned module"
+            "have to run it together: leave the code that needs data out of the planned module"
         )
     if lacks_data(module, step):
         return CaptureError(

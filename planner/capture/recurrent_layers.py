@@ -1,9 +1,9 @@
-"""Recurrent layers on a GPU that is not here, where cuDNN keeps other things than the CPU's kernel.
+"""Recurrent layers on a GPU that is not here, where cuDNN keeps other tensors than the CPU's kernel.
 
-What cuDNN keeps between forward and backward it says on the device; no rule is published. Where it was
-printed (pytorch/pytorch#2895; four layers of 320 units, 25,000 steps fit the figures), it was five numbers
-for every unit, step and sequence of an LSTM's layer, six of a GRU's, and one more between layers; the
-workspace was 1.5 times the weights.
+cuDNN tells on the device how many bytes it keeps between forward and backward; it publishes no rule. In one
+printed case (https://github.com/pytorch/pytorch/issues/2895; four layers of 320 units and 25,000 steps fit
+the figures) these were five numbers for every unit, step and sequence of an LSTM's layer, six of a GRU's, and
+one more between layers; the workspace was 1.5 times the weights.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ from planner.module_parts import parts_of
 from planner.planfile.budget import format_bytes
 
 MOST_NUMBERS = 7
-"""For each unit of a layer, step and sequence: a GRU's, with the one between layers."""
+"""Kept for each unit of a layer, step and sequence: a GRU's six, and the one between layers."""
 
 
 class RecurrentCalls:
-    """What cuDNN would keep for the calls of recurrent layers, at most.
+    """Upper bounds of the bytes that cuDNN would take for the calls of recurrent layers.
 
     Attributes:
-        kept_bytes: Between forward and backward, of all calls.
-        workspace_bytes: Inside the largest.
+        kept_bytes: Kept between forward and backward, by all calls together.
+        workspace_bytes: Workspace of the largest call.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class RecurrentCalls:
 
 @contextlib.contextmanager
 def recurrent_calls(module: torch.nn.Module) -> Iterator[RecurrentCalls]:
-    """Within this, calls of a module's recurrent layers are added up."""
+    """A context that adds up the calls of a module's recurrent layers."""
     calls = RecurrentCalls()
 
     def note(layer: Any, args: Any, kwargs: Any) -> None:

@@ -21,8 +21,8 @@ _REMEDY = (
 
 _APART = (
     "Put that line, with the try statement around it if there is one, into a function of its own, and the "
-    "rest of the forward into others, or into modules: what cannot be traced then runs as written, and the "
-    "rest is planned"
+    "rest of the forward into others, or into modules: the function that cannot be traced then runs as "
+    "written, and the rest is planned"
 )
 
 AROUND = (
@@ -30,14 +30,14 @@ AROUND = (
     "With regions=, put @torch.compiler.disable on the function that does this: it then runs as written, and "
     "the rest is planned"
 )
-"""What to do where eager runs and tracing does not."""
+"""The next step where eager runs and tracing does not."""
 
 _IN_ONE_GRAPH = (
     "Change the lines that end them: requires_grad_() on an input ends one too, unless the forward itself "
     "calls it before it computes anything. Or plan with backend='replay', or submodules that are not "
     "differentiated inside of the forward"
 )
-"""What to do where gradients that a forward takes go through several graphs."""
+"""The next step where gradients that a forward takes go through several graphs."""
 
 _NAMED_TUPLE = (
     "PyTorch loses the fields of a named tuple that x._replace() made of an input, if its class has a "
@@ -50,7 +50,7 @@ _AS_IT_IS = (
     "Call the module as it is, with these inputs, and backward(): where that fails too, it says why; else "
     "plan submodules that leave out that line"
 )
-"""What to do where the step does not run under the recorder."""
+"""The next step where the step does not run under the recorder."""
 
 
 _OF_GRADIENTS_INSIDE = ("double backward", "differentiated Tensor", DIFFERENTIATED_TWICE, MEET_OUTSIDE)
@@ -60,11 +60,11 @@ _OF_GRADIENTS_INSIDE = ("double backward", "differentiated Tensor", DIFFERENTIAT
 def failed(
     doing: str, error: Exception, graphs: Iterable[Any], *, with_data: bool, eager: bool
 ) -> CaptureError:
-    """The error for a pass over the step that ended with one.
+    """The CaptureError for a pass over the step that raised an error.
 
     Args:
-        doing: What was done.
-        error: What was raised.
+        doing: The pass, as in "running the step".
+        error: The error that it raised.
         graphs: The graphs that Dynamo has made.
         with_data: Whether it was a pass over a copy with data.
         eager: Whether the step runs without graphs.
@@ -85,11 +85,11 @@ def failed(
 
 
 def refuse_second_backwards(recording: Recording, graphs: Sequence[torch.fx.GraphModule]) -> None:
-    """See that the backward of each part of the forward runs once.
+    """Check that the backward of each part of the forward runs once.
 
     Raises:
-        CaptureError: One runs again, as where a forward differentiates what it has computed and the loss does
-            too: what a plan has freed by then would be missing.
+        CaptureError: One runs again, as where both the forward and the loss differentiate a result: the
+            second backward would miss values that the plan has freed.
     """
     halves = [e.graph for e in recording.events if e.graph is not None and e.graph.backward]
     ran = Counter((half.graph, half.instance) for half in halves)
@@ -105,7 +105,7 @@ def refuse_second_backwards(recording: Recording, graphs: Sequence[torch.fx.Grap
 
 def always_different(graphs: Iterable[torch.fx.GraphModule]) -> CaptureError:
     """The error for a forward that takes another path with each run, and makes other graphs."""
-    reason = next((found for graph in graphs if (found := graph_breaks.break_reason(graph))), None)
+    reason = next(filter(None, map(graph_breaks.break_reason, graphs)), None)
     where = "" if reason is None else f". A graph ended at {reason}"
     return CaptureError(
         "the module's forward captures differently every time it runs (Python state that changes with each "
@@ -114,11 +114,11 @@ def always_different(graphs: Iterable[torch.fx.GraphModule]) -> CaptureError:
 
 
 def nothing_captured(counted: dict[str, int], untraced: Sequence[str] = ()) -> CaptureError:
-    """The error for a forward of which no graph came.
+    """The error for a forward of which Dynamo made no graph.
 
     Args:
         counted: What :func:`planner._torch.tracing.breaks.graph_breaks.counted_breaks` returned before.
-        untraced: What went wrong in functions that cannot be traced.
+        untraced: The errors of functions that cannot be traced.
     """
     if untraced:
         return CaptureError(f"nothing of the module's forward could be captured: {untraced[-1]}. {_APART}")
@@ -132,7 +132,7 @@ def nothing_captured(counted: dict[str, int], untraced: Sequence[str] = ()) -> C
 def nothing_differentiated(
     graphs: Iterable[Any], counted: dict[str, int], untraced: Sequence[str] = ()
 ) -> CaptureError:
-    """The error for a forward of which only graphs came that have nothing to differentiate.
+    """The error for a forward whose graphs all have nothing to differentiate.
 
     Args:
         graphs: The graphs that Dynamo made.

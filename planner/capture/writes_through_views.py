@@ -1,4 +1,4 @@
-"""Writes in place to parts of tensors, which tracing makes copies of the whole."""
+"""Writes in place to parts of tensors: traced, each becomes a copy of the whole tensor."""
 
 from collections.abc import Iterable
 
@@ -15,19 +15,19 @@ _COPIES = {
 }
 _WORTH_TELLING = 1.25
 WRITES = "writes in place to parts of tensors are traced as copies of the whole"
-"""What marks the note."""
+"""The words by which the note is recognised."""
 
 
 def slower_by_writes(joints: Iterable[JointGraph], seconds: float, without: float) -> str | None:
-    """What is said of a step that takes longer as it is traced, since it writes to views; None of others.
+    """The note on a step that takes longer traced than eager because it writes to views; None for others.
 
     A parallel scan writes to each second, fourth, eighth part of one tensor. Extra times are relative to the
-    step as it is traced, and do not show it.
+    traced step, so they do not show this.
 
     Args:
         joints: The graphs of the step.
-        seconds: What the step takes that computes nothing again.
-        without: What it takes without a plan.
+        seconds: Seconds of the traced step without recomputation.
+        without: Seconds of the step without a plan.
     """
     count = sum(op.node.target in _COPIES for joint in joints for op in joint.ops)
     if not count or seconds < _WORTH_TELLING * without:

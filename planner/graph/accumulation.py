@@ -20,11 +20,11 @@ def is_sum(node: Any) -> bool:
 
 
 def arrivals(joint: GraphModule) -> list[int]:
-    """The forward's plain inputs that get a gradient, by position, in the order in which these arrive.
+    """Positions of the forward's plain inputs that get a gradient, in the order in which gradients arrive.
 
-    As AOTAutograd traced it, operations are in the engine's order. The gradients of one autograd node arrive
-    when all of them are done, in the order of the arguments of the operation that it is of; a sum arrives
-    with the last gradient that is added to it.
+    AOTAutograd traces operations in the engine's order. The gradients of one autograd node arrive when all of
+    them are computed, in the order of the operation's arguments; a sum arrives with the last gradient that is
+    added to it.
 
     Args:
         joint: A joint graph as it was traced.
@@ -33,7 +33,7 @@ def arrivals(joint: GraphModule) -> list[int]:
     results: Any = joint.graph.output_node().args[0]
     places = aot_metadata.gradient_places(joint)
     inputs = {aot_metadata.input_position(node): node for node in aot_metadata.forward_inputs(joint)}
-    # Of a tensor that holds others these are inputs, while its gradient may be a plain one.
+    # The tensors that a tensor subclass holds are inputs each, while its gradient may be one plain tensor.
     gradients = {p: results[i] for p, i in places.items() if results[i] is not None and p in inputs}
 
     def autograd_node(gradient: Node) -> Any:

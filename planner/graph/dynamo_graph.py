@@ -15,8 +15,8 @@ from planner._torch.tensors import call_tensors, held_tensors
 def structure_of(graph: GraphModule) -> str:
     """Digest of a Dynamo graph's operations and their wiring, without shapes and constants.
 
-    Symbolic sizes are left out, and numbers that are taken of them, so that it does not matter whether the
-    graph was captured with some.
+    Symbolic sizes, and numbers computed from them, are left out: captured with plain numbers or with symbols,
+    a graph has the same digest.
     """
     sizes: set[Node] = set()
     for node in graph.graph.nodes:
@@ -42,8 +42,9 @@ def _is_size(value: Any) -> bool:
 def detach_outputs(graph: GraphModule, outputs: Sequence[int]) -> GraphModule:
     """A copy of a Dynamo graph in which some outputs are cut off from differentiation.
 
-    AOTAutograd takes several outputs with one storage for views of one result, whose gradient comes to that
-    result then, in another order among those of its uses than in eager. Outputs that get none do not count.
+    AOTAutograd takes several outputs of one storage for views of one result. Their gradients then reach that
+    result in another order, among those of its other uses, than in eager. Outputs without a gradient are
+    hidden from it, so that they do not count.
     """
     apart = _without_gradient_beside_others(graph, outputs)
     if not outputs and not apart:
@@ -54,7 +55,7 @@ def detach_outputs(graph: GraphModule, outputs: Sequence[int]) -> GraphModule:
     with result.graph.inserting_before(node):
         for index in outputs:
             results[index] = result.graph.call_method("detach", (results[index],))
-        for index in apart:  # the same memory, which AOTAutograd does not see
+        for index in apart:  # AOTAutograd does not see that `_unsafe_view` returns the same memory
             shape = result.graph.call_method("size", (results[index],))
             unsafe = torch.ops.aten._unsafe_view.default
             results[index] = result.graph.call_function(unsafe, (results[index], shape))
@@ -68,35 +69,35 @@ def _without_gradient_beside_others(graph: GraphModule, detached: Sequence[int])
     outputs: Sequence[Any] = graph.graph.output_node().args[0]  # type: ignore[assignment]
     given = graph.graph.find_nodes(op="placeholder") + graph.graph.find_nodes(op="get_attr")
     inputs = {fake.storage_key(t) for t in map(_with_memory, given) if t is not None}
-    found = {}
+    results = {}
     for i, tensor in enumerate(map(_with_memory, outputs)):
         if tensor is not None and (storage := fake.storage_key(tensor)) not in inputs:
-            found[i] = (storage, tensor.requires_grad and i not in detached)
-    differentiated = {storage for storage, requires_grad in found.values() if requires_grad}
-    return [i for i, (storage, requires) in found.items() if not requires and storage in differentiated]
+            results[i] = (storage, tensor.requires_grad and i not in detached)
+    differentiated = {storage for storage, requires_grad in results.values() if requires_grad}
+    return [i for i, (storage, requires) in results.items() if not requires and storage in differentiated]
 
 
 def views_handed_on(graph: GraphModule, received: Iterable[int]) -> dict[int, list[torch.fx.Node]]:
-    """The views of inputs that a Dynamo graph returns, of the outputs that get gradients.
+    """The outputs of a Dynamo graph that get gradients and are views of inputs.
 
     Args:
         graph: The graph.
         received: Positions of the outputs that get gradients.
 
     Returns:
-        By the position of the input.
+        These outputs, by the position of the input.
     """
     places = {}
     for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):
         if (tensor := _with_memory(node)) is not None:
             places[fake.storage_key(tensor)] = i
     outputs: Sequence[Any] = graph.graph.output_node().args[0]  # type: ignore[assignment]
-    found: dict[int, list[torch.fx.Node]] = {}
+    views: dict[int, list[torch.fx.Node]] = {}
     for node in (outputs[i] for i in sorted(received)):
         tensor = None if node.op == "placeholder" else _with_memory(node)
         if tensor is not None and (storage := fake.storage_key(tensor)) in places:
-            found.setdefault(places[storage], []).append(node)
-    return found
+            views.setdefault(places[storage], []).append(node)
+    return views
 
 
 def _with_memory(node: Any) -> torch.Tensor | None:

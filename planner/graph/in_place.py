@@ -1,4 +1,4 @@
-"""Writes in place whose results have the strides of what they were written to, as in eager.
+"""Writes in place whose results have the strides of the tensor that is written to, as in eager.
 
 AOTAutograd traces ``a.sigmoid_()`` as ``sigmoid(a)``, a tensor of its own, which is contiguous where ``a``
 was a part of a larger tensor (a chunk of a recurrent cell's gates). Kernels take other paths for it, in the
@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from planner._torch import operators
-from planner._torch.joint.written_in_place import IN_PLACE_OPERATOR, laid_out_like
+from planner._torch.joint.in_place import IN_PLACE_OPERATOR, laid_out_like
 
 
 def operator_in_place(node: Node) -> Any | None:
@@ -29,7 +29,7 @@ class OnCopy:
         self._operator = operator
 
     def __repr__(self) -> str:
-        # torch.fx writes it into the code of a graph where it is an argument, as of a draw that runs again.
+        # torch.fx writes it into a graph's code where it is an argument, as in a random draw that runs again.
         return "on_copy_" + re.sub(r"\W", "_", str(self._operator))
 
     def __call__(self, written: Any, *args: Any, **kwargs: Any) -> Any:

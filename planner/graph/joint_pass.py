@@ -1,4 +1,4 @@
-"""The interface of corrections of a traced joint graph, and what they know of it.
+"""The interface of joint passes, which correct a traced joint graph, and the context that they are given.
 
 A joint graph does not always compute what eager computes, bit for bit. Each difference is
 corrected by one pass, in a file of its own in `planner/graph/passes/`.
@@ -16,8 +16,8 @@ class AutocastContext(NamedTuple):
     """The region of autocast that a forward is called in.
 
     Attributes:
-        inside: Whether that is inside of ``with torch.autocast``, be it switched off: casts are kept until
-            the outermost of these ends.
+        inside: Whether that is inside of ``with torch.autocast``, even one that is switched off: casts are
+            kept until the outermost of these ends.
         keeps: Whether autocast keeps casts (``cache_enabled``).
     """
 
@@ -33,18 +33,18 @@ class AutocastContext(NamedTuple):
 
 @dataclass
 class TraceContext:
-    """What passes know of the graph that is traced, and what they find out.
+    """The facts that passes are given of the traced graph, and the results that they add.
 
     Attributes:
         forward: The forward as Dynamo made it.
         inputs: Its example inputs.
-        autocast: What the forward as a whole is called in.
+        autocast: The region of autocast that the whole forward is called in.
         cuda: Whether it will run on CUDA, though its tensors without data are on the CPU.
-        uses: How many gradients the engine adds up for each input whose gradients are to be handed out
-            unsummed, where these are more than one, by position.
-        unsummed: Found out: those of them for which that was possible.
-        cached_casts: Found out: inputs of which autocast keeps casts beyond the graph, by position, and what
-            these are.
+        uses: By position, for each input whose gradients are to be handed out unsummed: how many gradients
+            the engine adds up for it, where these are more than one.
+        unsummed: Result: the positions of these inputs for which that was possible.
+        cached_casts: Result: by position, inputs whose casts autocast keeps beyond the graph, and the dtype
+            of these casts.
     """
 
     forward: GraphModule
@@ -64,5 +64,5 @@ class JointPass(Protocol):
 
         Args:
             joint: The joint graph as AOTAutograd traced it and earlier passes left it.
-            context: What is known of it.
+            context: Facts about it; results are added to it.
         """

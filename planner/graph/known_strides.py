@@ -1,4 +1,4 @@
-"""Which values surely have the strides that a joint graph was traced with.
+"""The values that are certain to have the strides that a joint graph was traced with.
 
 Strides of dimensions of one element say nothing of where elements lie, but kernels that detect channels-last
 images look at them too, as do matrix products. Tracing without data gets them right for operands that have
@@ -28,7 +28,7 @@ _WHATEVER_OPERANDS |= {
 
 
 def with_known_strides(module: GraphModule) -> set[Node]:
-    """Nodes whose values, where they run, have the strides that they were traced with.
+    """Nodes whose values, when the graph runs, have the strides that they were traced with.
 
     Args:
         module: A joint graph.

@@ -1,8 +1,7 @@
 """Floats that a forward returns and that are computed from sizes alone, as ``float(len(batch))``.
 
-At plain sizes Dynamo knows them, and its graph does not have them. At symbolic sizes it returns each from
-the graph, as a tensor that is made of the number and read again. They are computed beside such a graph,
-which then is the one that was planned.
+At plain sizes Dynamo knows them, and they are not in its graph. At symbolic sizes its graph returns each as a
+tensor made of the number, which is read again. Computed apart, they leave a graph that is the planned one.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ class NumbersApart:
     positions: Sequence[int]
 
     def together(self, rest: Callable[..., Any]) -> Callable[..., Any]:
-        """What returns all outputs in order, where ``rest`` returns those of :attr:`rest`."""
+        """A function that returns all outputs in order, given a function that runs :attr:`rest`."""
 
         def run(*args: Any) -> list[Any]:
             results = list(rest(*args))

@@ -1,9 +1,9 @@
-"""What re-runs read of a forward's inputs: arguments, buffers and parameters.
+"""The inputs of a forward that re-runs read: arguments, buffers and parameters.
 
-Eager's backward reads of them what autograd saved. A re-run of an operation reads its inputs once more, and
-gets what they hold by then. A plan assumes that they are left as they are until backward, and a change that
-PyTorch counts is an error that says so. Planned with ``inputs="overwritten"``, re-runs read copies, which
-the forward takes and the plan counts.
+Eager's backward reads only those inputs that autograd saved. A re-run of an operation reads its inputs once
+more, and gets their contents of that moment. A plan assumes that nobody changes them until the backward; a
+change that PyTorch counts is an error that says so. Planned with ``inputs="overwritten"``, re-runs read
+copies, which the forward takes and the plan counts.
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ from planner.errors import PlannerError
 from planner.graph.joint_graph import JointGraph
 
 InputsAre = Literal["unchanged", "overwritten"]
-"""What happens to a step's inputs between its forward and its backward."""
+"""Whether a step's inputs change between its forward and its backward."""
 
 
 class InputsError(PlannerError, ValueError):
-    """What was given as ``inputs=`` is neither of the two."""
+    """The argument ``inputs=`` has neither of the two values."""
 
 
 def checked_inputs(inputs: str) -> InputsAre:
-    """What was given as ``inputs=``.
+    """The argument ``inputs=``, checked.
 
     Raises:
-        InputsError: It is neither of the two.
+        InputsError: It has neither of the two values.
     """
     if inputs not in get_args(InputsAre):
         raise InputsError(f"inputs={inputs!r}: expected {' or '.join(map(repr, get_args(InputsAre)))}")
@@ -63,42 +63,42 @@ class InputReads:
     def first_readers(self) -> dict[int, list[Node]]:
         """The inputs that each operation of the forward is the first to read, by its index."""
         seen: set[Node] = set()
-        found: dict[int, list[Node]] = {}
+        first: dict[int, list[Node]] = {}
         for op in self._joint.ops[: self._joint.forward_length]:
             for node in op.node.all_input_nodes:
                 for primal in self.of(node):
                     if primal not in seen:
                         seen.add(primal)
-                        found.setdefault(op.index, []).append(primal)
-        return found
+                        first.setdefault(op.index, []).append(primal)
+        return first
 
 
 def to_copy(joint: JointGraph, parameters: Sequence[bool]) -> frozenset[Node]:
-    """The inputs of which re-runs read copies where inputs are overwritten.
+    """The inputs that re-runs read copies of where inputs are overwritten.
 
-    Left out are parameters that the backward itself reads: weights. PyTorch refuses it without a plan too if
-    these change before their backward, and copies of them would take as much memory as the model.
+    Parameters that the backward itself reads (weights) are left out: without a plan, too, PyTorch refuses a
+    backward after they change, and copies of them would take as much memory as the model.
 
     Args:
         joint: The graph.
         parameters: Which of the inputs that it was traced with are parameters.
     """
     reads = InputReads(joint)
-    again = {
+    read_by_backward = {
         primal
         for op in joint.ops[joint.forward_length :]
         for node in op.node.all_input_nodes
         for primal in reads.of(node)
     }
-    found = set()
+    copied = set()
     for primal in joint.primals:
         position = aot_metadata.input_position(primal)
         known = position is not None and position < len(parameters)
         parameter = position is not None and (not known or parameters[position])
         strided = reads.of(primal) and primal.meta["val"].layout is torch.strided
-        if strided and not (parameter and primal in again):
-            found.add(primal)
-    return frozenset(found)
+        if strided and not (parameter and primal in read_by_backward):
+            copied.add(primal)
+    return frozenset(copied)
 
 
 def copy_bytes(primal: Node) -> int:
@@ -111,5 +111,5 @@ def copy_bytes(primal: Node) -> int:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory and version under another tensor: it stays with it where the first is given other."""
+    """Another tensor of the same memory and version; it keeps them where ``tensor.data`` is exchanged."""
     return tensor.detach()

@@ -1,7 +1,8 @@
-"""The interface of how an operation is run a second time, with the same result and no further effect.
+"""The interface of replay rules: how an operation runs again with the same result and no further effect.
 
-Most operations are called again as they were. Those that draw numbers, change statistics or need something of
-the first run have a rule. The problem, the partition and the remapping ask the rule, and know none by name.
+Most operations are called again as they were. Operations that draw numbers, change statistics or need state
+of the first run have a rule. The problem, the partition and the remapping ask the rule, and know none by
+name.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,18 +14,18 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 Take = Callable[[Node], Any]
-"""What stands for a node of the joint graph in the graph that is emitted."""
+"""Maps a node of the joint graph to its stand-in in the emitted graph."""
 
 
 @dataclass(frozen=True)
 class ReplayState:
-    """Something that the first run leaves for the second, in schedules that have a second.
+    """State that the first run leaves for the second, in schedules that have a second.
 
     Attributes:
-        name: What it is.
+        name: Its name, for people.
         bytes: Its size.
-        held_bytes: Bytes that the second run holds besides while it runs.
-        on_host: It is in the memory of the host, so that it takes none of a GPU's.
+        held_bytes: Further bytes that the second run holds while it runs.
+        on_host: Whether it is in the host's memory, and takes none of a GPU's.
     """
 
     name: str
@@ -35,7 +36,7 @@ class ReplayState:
 
 @dataclass(frozen=True)
 class ReplayCall:
-    """What a second run calls in the place of the operation itself.
+    """The call that a second run makes in place of the operation itself.
 
     Attributes:
         target: The operator.
@@ -60,28 +61,28 @@ class ReplayRule:
         return True
 
     def state(self, node: Node) -> ReplayState | None:
-        """What the first run must leave for the second."""
+        """The state that the first run must leave for the second."""
         return None
 
     def save_state(self, graph: FxGraph, node: Node) -> Node:
-        """Emit what makes that state, right before the first run."""
+        """Emit the call that makes that state, right before the first run."""
         raise NotImplementedError
 
     def call_again(self, node: Node) -> ReplayCall | None:
-        """What the second run calls; None for the same as the first."""
+        """The call of the second run; None for the same as the first."""
         return None
 
     def reads_again(self, node: Node) -> Sequence[Node]:
-        """What the second run reads."""
+        """The nodes that the second run reads."""
         call = self.call_again(node)
         if call is None:
             return node.all_input_nodes
-        found: dict[Node, None] = {}
-        map_arg(call.args, lambda n: found.setdefault(n))
-        return list(found)
+        read: dict[Node, None] = {}
+        map_arg(call.args, lambda n: read.setdefault(n))
+        return list(read)
 
     def values_again(self, node: Node) -> Any:
-        """What the second run makes, without data."""
+        """The values that the second run makes, without data."""
         call = self.call_again(node)
         return node.meta.get("val") if call is None else call.results
 

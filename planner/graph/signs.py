@@ -1,8 +1,8 @@
 """Results of ReLU of which only the signs are kept: its backward reads one bit for each element.
 
-Where nothing else in the backward reads what ReLU returned, the forward packs which elements are not zero
-right after it. Re-runs of other operations may read the result as ever; it is then computed again. A schedule
-says of which backwards this is so.
+Where nothing else in the backward reads the result of ReLU, the forward packs, right after it, one bit for
+each element: whether it is not zero. Re-runs of other operations may still read the result; it is then
+recomputed. A schedule lists the backwards that read bits.
 """
 
 import torch
@@ -43,7 +43,7 @@ def signs_of(relu: JointOp) -> torch.Tensor:
 
 
 def save_signs(graph: FxGraph, relu: JointOp, result: Node) -> Node:
-    """Emit the packing of what a ReLU returned."""
+    """Emit the packing of a ReLU's result."""
     packed = graph.call_function(PACK_SIGNS, (result,))
     packed.meta["val"] = signs_of(relu)
     return packed
@@ -57,14 +57,15 @@ def emit_masked(graph: FxGraph, op: JointOp, gradient: Node, signs: Node) -> Nod
 
 
 def sign_calls(relu: JointOp, op: JointOp) -> tuple[Call, Call]:
-    """What packs the signs of a ReLU's result, and what its backward then is, on tensors without data."""
+    """The operation that packs the signs of a ReLU's result, and the backward that reads them, on tensors
+    without data."""
     operator = MASK_GRADIENT if op.written is None else MASK_GRADIENT_
     masked = Call(operator, (gradient_of(op).meta["val"], signs_of(relu)), {})
     return Call(PACK_SIGNS, (relu.node.meta["val"],), {}), masked
 
 
 def gradient_of(op: JointOp) -> Node:
-    """What a backward of ReLU masks."""
+    """The gradient that a backward of ReLU masks."""
     gradient = op.node.args[0]
     assert isinstance(gradient, Node)
     return gradient

@@ -15,17 +15,17 @@ from planner._torch.versions import version_of
 from planner.graph.joint_graph import JointGraph
 
 _Arrived = tuple[tuple[int, ...], MemoryLayout | None]
-"""Of one gradient the strides, and the layout if these are not the output's."""
+"""The strides of a gradient, and its layout; None for the layout of the output."""
 
 
 class TangentLayouts:
     """Watches the gradients of one graph's outputs.
 
     Attributes:
-        awaited: Outputs that could have a gradient.
+        awaited: Outputs that could get a gradient.
         received: Outputs that got one, see also :meth:`end`.
-        layouts: Of outputs whose gradients had other strides than they do, by position: how the gradients
-            lie in memory, in most executions. Known once the step is over.
+        layouts: By position, for outputs whose gradients have other strides than they do: the layout of the
+            gradients in most executions. Known once the step is over.
     """
 
     def __init__(self) -> None:
@@ -54,12 +54,13 @@ class TangentLayouts:
         Args:
             output: Its position.
             tensor: The output, as a tensor that nothing inside the graph uses.
-            execution: Of which execution of the graph in the step it is.
-            of_input: Whether it is a view of an input. These are taken as without a plan, but for those that
-                one operation makes several of.
+            execution: The execution of the graph in the step that it comes from.
+            of_input: Whether it is a view of an input. Such views are taken outside of the graph, as without
+                a plan, unless one operation makes several of them.
             alone: Whether it shares no memory with an input or another output.
-            part: Whether it is a part of a contiguous result: its gradient is copied among zeros.
-            cut: Whether that is so however its gradient lies.
+            part: Whether it is a part of a contiguous result: a contiguous gradient of it is copied among
+                zeros.
+            cut: Whether its gradient is copied among zeros whatever its strides.
         """
         self.awaited.add(output)
         if not alone:
@@ -76,7 +77,7 @@ class TangentLayouts:
     def _receive(
         self, output: int, execution: int, steps: tuple[int, ...], gradient: torch.Tensor | None
     ) -> None:
-        if gradient is None:  # an autograd function of the user's returned none
+        if gradient is None:  # a user's autograd function returned None
             return
         self.received.add(output)
         arrived = memory_steps(gradient)
@@ -85,11 +86,14 @@ class TangentLayouts:
             self._arrived.setdefault(output, {}).setdefault(execution, []).append((arrived, layout))
 
     def end(self) -> None:
-        """The step is over. Where a tensor with several views was changed in place, the views' gradients
-        bypass the hooks: such outputs count as having got one."""
+        """Finish watching: the step is over.
+
+        Where a tensor with several views was changed in place, the views' gradients bypass the hooks, so
+        those outputs count as having received one.
+        """
         self.received.update(output for output, alias, before in self._aliases if version_of(alias) != before)
         self._aliases.clear()
-        # Where it is the output's own as often, that is: a copy of another takes no memory for gaps.
+        # Of two equally frequent layouts the output's own wins: copies of others take no memory for gaps.
         most = {
             output: max(counted, key=lambda arrived: (counted[arrived], arrived[1] is None))[1]
             for output, counted in self._counted().items()
@@ -97,14 +101,16 @@ class TangentLayouts:
         self.layouts = {output: layout for output, layout in most.items() if layout is not None}
 
     def groups(self) -> list[set[int]]:
-        """Executions of which the gradients lie alike, apart from those of others: the largest group first.
-        One to which no gradient came may be in any, and is in none."""
+        """Groups of executions whose gradients have the same layouts, the largest group first.
+
+        An execution that got no gradient would fit any group, and is in none.
+        """
         groups: list[tuple[dict[int, MemoryLayout | None], set[int]]] = []
         by_execution: dict[int, dict[int, MemoryLayout | None]] = {}
         for output, arrived in self._arrived.items():
-            for execution, found in arrived.items():
+            for execution, gradients in arrived.items():
                 if output not in self._of_inputs:
-                    by_execution.setdefault(execution, {})[output] = found[0][1]
+                    by_execution.setdefault(execution, {})[output] = gradients[0][1]
         for execution, layouts in sorted(by_execution.items()):
             for known, group in groups:
                 if all(known.get(output, layout) == layout for output, layout in layouts.items()):
@@ -116,20 +122,23 @@ class TangentLayouts:
         return sorted((group for _, group in groups), key=len, reverse=True)
 
     def taken_apart(self, executions: Collection[int]) -> "TangentLayouts":
-        """What is known of some executions, of which this one then knows no more."""
+        """Move the gradients of some executions to a new object, which is returned."""
         taken = TangentLayouts()
         taken.awaited, taken._of_inputs = set(self.awaited), set(self._of_inputs)
         taken._parts, taken._cut = set(self._parts), set(self._cut)
         for output, arrived in self._arrived.items():
-            found = {execution: arrived.pop(execution) for execution in executions if execution in arrived}
-            if found:
-                taken._arrived[output] = found
+            moved = {execution: arrived.pop(execution) for execution in executions if execution in arrived}
+            if moved:
+                taken._arrived[output] = moved
         taken.received = set(self.received)
         return taken
 
     def relaid(self, joint: JointGraph) -> int:
-        """How often a gradient arrived that a traced backward may take a copy of, since it was traced for one
-        of other strides, or for that of a result of which several outputs are views."""
+        """How many arrived gradients a traced backward may copy.
+
+        It was traced for a gradient of other strides, or for the gradient of a result that several outputs
+        are views of.
+        """
         traced = aot_metadata.gradients_of_outputs(joint.graph)
         return sum(
             count
@@ -140,9 +149,11 @@ class TangentLayouts:
         )
 
     def _is_relaid(self, output: int, layout: MemoryLayout | None) -> bool:
-        """Whether the gradient of a view may lie otherwise than that of the result that it is a view of. That
-        of a part, if it is contiguous, is copied to where the part lies among contiguous zeros; so is that of
-        a piece that was cut out, in any case."""
+        """Whether the gradient of a view may have other strides than that of the viewed result.
+
+        Not so for a part with a contiguous gradient, which is copied among contiguous zeros, nor for a piece
+        that was cut out, whose gradient is always copied so.
+        """
         if layout is None or output in self._cut:
             return False
         return not (output in self._parts and layout.is_contiguous)
@@ -150,7 +161,7 @@ class TangentLayouts:
     def _counted(self) -> dict[int, Counter[_Arrived]]:
         """How often a gradient arrived in each way, by output."""
         return {
-            output: Counter(each for found in arrived.values() for each in found)
+            output: Counter(each for gradients in arrived.values() for each in gradients)
             for output, arrived in self._arrived.items()
             if arrived
         }
@@ -166,5 +177,5 @@ def memory_steps(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -
     """Strides of the dimensions that have more than one element: a tensor's own, or those given."""
     if tensor.layout is not torch.strided:
         return ()
-    found = tensor.stride() if strides is None else strides
-    return tuple(step for step, size in zip(found, tensor.shape, strict=True) if size > 1)
+    strides = tensor.stride() if strides is None else strides
+    return tuple(step for step, size in zip(strides, tensor.shape, strict=True) if size > 1)

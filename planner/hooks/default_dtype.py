@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from planner._torch.execution.settings import default_dtype
 from planner._torch.joint import aot
-from planner._torch.joint.default_dtype import default_dtype
 from planner.compiled.graph_hook import GraphHook, HookContext
 from planner.graph.trace import TracedGraph
 

@@ -1,4 +1,4 @@
-"""Blocks of the forward phase and what it costs to process each: the input of ``chain``.
+"""Blocks of the forward phase and their costs: the input of ``chain``.
 
 A block lies between two cuts. It has several *options*: sets of values to keep of it when its
 forward runs, from nothing to everything, found by pricing kept bytes (the Lagrangian form of the
@@ -117,7 +117,7 @@ def priced_options(
     prices: int,
     stop: Callable[[], bool],
 ) -> list[ValueMask]:
-    """What to keep at each of several prices a byte; what crosses a wall is free."""
+    """The values to keep at each of several prices a byte; values that cross a wall are free."""
     if stop():
         return []
     stages = find_stages(graph, uses, pinned, constraints, walls, 1)

@@ -43,7 +43,7 @@ SCANNED_FACTOR = 1.3
 SCANNED_SLOTS = 30
 """About how many amounts of memory are tried of each table that is scanned."""
 LEAST_PEAK_TRIALS = 16
-"""For the least peak so many plans of each table are judged, those of least memory first."""
+"""How many plans of each table are judged for the least peak, those of least memory first."""
 LEAST_PEAK_SLOWER = 1.02
 """Of these, plans that are slower than allowed by more than this factor are left out: the table overrates."""
 COUNTS = (64, 48, 32, 24, 10)
@@ -116,8 +116,10 @@ def improve(
 
 
 def scan(search: Search, cuts: Cuts, pinned: ValueMask, tables: Tables, budget: int, everything: int) -> None:
-    """Near the least peak schedules of about as much memory differ in what they really take: judge many
-    of them, of tables for everything, and polish the best."""
+    """Judge many schedules near the least peak, of tables without a limit of memory, and polish the best.
+
+    There, schedules of about the same memory in the table differ in their simulated peaks.
+    """
     for key, blocks in tables.blocks.items():
         if search.out_of_time():
             return
@@ -242,7 +244,7 @@ def fill(blocks: Blocks, most: int, slots: int = SLOTS) -> Table:
 
 @dataclass(frozen=True)
 class Retained:
-    """What a plan keeps: ``at[s, t]`` the values to retain when a stretch from block s reaches t."""
+    """The values that a plan keeps: ``at[s, t]``, those to retain when a stretch from block s reaches t."""
 
     at: dict[tuple[Block, Block], set[ValueId]]
 

@@ -49,7 +49,7 @@ from solvers.model.indices import (
 from solvers.model.schedule import Lifetimes, lifetimes
 
 MOST_STEPS = 1_500
-"""Longer schedules are left alone: moves and rows are too many."""
+"""Longer schedules are left alone: they have too many moves and rows."""
 MOST_MOVES = 1_500
 """The moves that save or cost most seconds a byte beyond this number are left out."""
 MOST_ROWS = 6
@@ -68,8 +68,8 @@ class Move:
     """A change of a schedule.
 
     Attributes:
-        seconds: What it adds to the schedule's seconds; negative for what it saves.
-        change: What it adds to the bytes at every step, int64.
+        seconds: Seconds that it adds to the schedule; negative where it saves some.
+        change: Bytes that it adds at every step, int64.
         gone: The step that it takes out, or ``NO_STEP``.
         before: The step before which ``rows`` are inserted, or ``NO_STEP``.
         rows: Rows to run again, in order.

@@ -1,4 +1,4 @@
-"""Local improvement of any schedule: what its re-runs do not need, and what the budget allows.
+"""Local improvement of any schedule: take out re-runs, as the budget allows, and move others later.
 
 Elsewhere: "eager eviction" turned round, peephole scheduling.
 

@@ -1,4 +1,4 @@
-"""What the user insists on: values that are always kept, values that are always recomputed."""
+"""The user's constraints: values that are always kept, values that are always recomputed."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class Constraints:
         recompute: Values that no schedule keeps. Those that nothing can recompute are kept all the same.
 
     Raises:
-        GraphError: If a value is in both.
+        GraphError: A value is in both.
     """
 
     keep: ValueMask | None = None

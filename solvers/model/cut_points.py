@@ -1,13 +1,13 @@
-"""Where a forward pass can be cut, and what must be kept to restart it there.
+"""Where a forward pass can be cut, and the values to keep to restart it there.
 
 A *position* p lies before forward operation p. The values that *cross* p are those computed before
 it that a re-run of a later forward operation of the same region would read. Keeping them is all
 that it takes to re-run the region from p on. Where a single value crosses, that value is an
 articulation point; positions where few bytes cross generalise them to any graph.
 
-*Pinned* values are kept whatever happens and cross nothing: what nothing can recompute, what is
-too small to matter, and small values that very many operations share (attention masks, position
-biases, normalisation statistics).
+*Pinned* values are always kept and cross nothing: values that nothing can recompute, values too small
+to matter, and small values that very many operations share (attention masks, position biases,
+normalisation statistics).
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ from solvers.model.graph import Graph
 from solvers.model.indices import BaseOp, Position, ValueId, numbered
 
 SMALL_FRACTION = 2.5e-3
-"""The smallest values, as long as they are together below this fraction of the forward bytes, are pinned."""
+"""The smallest values are pinned: as many as take together less than this fraction of the forward bytes."""
 
 SHARED_FRACTION = 2e-2
 """A value below this fraction of the forward bytes, used all over the forward pass, is pinned."""
@@ -48,7 +48,7 @@ class ForwardUses:
 
 
 def forward_uses(graph: Graph) -> ForwardUses:
-    """Tabulate the uses of all values; arrays of int64 indexed by value, found once for a graph."""
+    """Tabulate the uses of all values, once for a graph; arrays of int64 indexed by value."""
     if "forward_uses" not in graph.analyses:
         graph.analyses["forward_uses"] = _forward_uses(graph)
     uses: ForwardUses = graph.analyses["forward_uses"]
@@ -81,8 +81,8 @@ def _forward_uses(graph: Graph) -> ForwardUses:
 
 
 def last_forward_use(graph: Graph) -> BaseOpPerValue:
-    """For each value the last forward operation that reads it; its producer when none does. Found once for a
-    graph."""
+    """For each value the last forward operation that reads it; its producer when none does. Computed once for
+    a graph."""
     if "last_forward_use" not in graph.analyses:
         last, inputs = graph.producer.tolist(), graph.walk_table.inputs
         for i in graph.forward_ops:
@@ -94,7 +94,7 @@ def last_forward_use(graph: Graph) -> BaseOpPerValue:
 
 
 def pinned_values(graph: Graph, uses: ForwardUses) -> ValueMask:
-    """Which values are kept whatever happens, bool."""
+    """Which values are pinned, bool."""
     forward = (graph.producer >= 0) & (graph.producer < graph.forward_length)
     total = max(1, int(graph.bytes[forward].sum()))
     pinned = graph.recompute_row < 0
@@ -190,8 +190,8 @@ def _find_cuts(graph: Graph, uses: ForwardUses, pinned: ValueMask) -> Cuts:
 
 
 def articulation_values(graph: Graph, pinned: ValueMask) -> list[ValueId]:
-    """Values that alone connect what is computed before them with what comes after (Chen et al.
-    2016 cut there): articulation points of the undirected graph of forward operations and values."""
+    """Values that alone connect the operations before them with those after (Chen et al. 2016 cut
+    there): articulation points of the undirected graph of forward operations and values."""
     flow: nx.Graph[int] = nx.Graph()
     offset = len(graph.values)
     for i, op in numbered(BaseOp, graph.ops[: graph.forward_length]):

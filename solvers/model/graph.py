@@ -84,8 +84,8 @@ class Op:
         workspace_bytes: What its kernel allocates and frees inside.
         phase: Forward or backward.
         recomputable: May it be run a second time (in its ``replay`` form, if it has one)?
-        region: The captured graph it belongs to; ``GLUE_REGION`` for what ran outside of any.
-        replay: The row that stands for its re-run; ``None`` when that is itself.
+        region: The captured graph it belongs to; ``GLUE_REGION`` for operations outside of any.
+        replay: The row that stands for its re-run; ``None`` when that is the operation itself.
         name: For people: the operator and its stable index.
         module: Path of the module that it came from, "" for the root.
         writes: Values of other operations that it writes its results into.
@@ -295,7 +295,7 @@ class Graph:
 
     @cached_property
     def analyses(self) -> dict[str, Any]:
-        """What other modules found out about this graph, by name, so that it is found out once."""
+        """Results that other modules computed of this graph, by name, so that each is computed once."""
         return {}
 
     @cached_property

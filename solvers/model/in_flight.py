@@ -1,8 +1,8 @@
-"""What other micro-batches hold while a step runs: a pipeline's forwards run ahead of its backwards.
+"""Bytes that other micro-batches hold while a step runs: a pipeline's forwards run ahead of its backwards.
 
-The step is one micro-batch's. What is alive across the end of its forward is held once more by every other
-micro-batch that has had its forward and not its backward. A schedule decides how much that is, so that it
-counts where schedules are judged.
+The step is one micro-batch's. Every other micro-batch between its forward and its backward holds the same
+values that this one holds across the end of its forward. A schedule decides how many bytes these are, so they
+count wherever schedules are judged.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class InFlight:
 
     Attributes:
         count: How many, this one included.
-        left_bytes: What each leaves when its backward has run, beside gradients that are added up.
+        left_bytes: Bytes that each leaves after its backward, apart from gradients that are added up.
         added_up: For each base operation the bytes by which the gradients of all parameters, left by an
             earlier micro-batch, exceed those that this one has left so far; empty where gradients are
             resident, as more micro-batches follow than are in flight.
@@ -43,10 +43,11 @@ class InFlight:
         """Bytes that other micro-batches hold at most at each step of a schedule.
 
         Args:
-            crossing_bytes: What one micro-batch holds between its forward and its backward.
+            crossing_bytes: Bytes that one micro-batch holds between its forward and its backward.
             schedule: Rows in the order in which they run.
             forward_length: How many of them are the forward.
-            sent_bytes: What one micro-batch sends, but for what it holds until its backward in any case.
+            sent_bytes: Bytes that one micro-batch sends, apart from those that it holds until its backward
+                in any case.
         """
         waiting = self.others * crossing_bytes
         found: PerStep = np.full(len(schedule), waiting, dtype=np.int64)

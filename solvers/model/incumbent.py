@@ -1,4 +1,4 @@
-"""The best of many schedules: what every solver that tries several of them shares."""
+"""The best of many schedules: the search that solvers offer their candidates to."""
 
 import time
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ class Search:
         graph: The problem.
         budget: Bytes of dynamic peak; None asks for the least peak.
         time_limit: Wall seconds after which :attr:`out_of_time` is true; None for no limit.
-        progress: Called with what is being done, and how much of it is done.
+        progress: Called with the present action and the fraction done.
         constraints: Applied to all kept values that are tried.
         span: The part of the progress, from and to, that :meth:`tell` reports its fractions within.
         stage_end: Value of :attr:`elapsed` at which the present stage is to give way to the next.
@@ -72,13 +72,12 @@ class Search:
 
     @property
     def process_elapsed(self) -> float:
-        """Process seconds since the search began: effort is measured in these, so that a busy machine
-        changes the time that an answer takes but not the answer, up to the time limit."""
+        """Process seconds since the search began. Effort is measured in these: up to the time limit, a busy
+        machine changes the time that an answer takes, but not the answer."""
         return time.process_time() - self.process_started
 
     def wall(self, process_seconds: float) -> float:
-        """About the wall seconds that so many process seconds take at the present load, no more than
-        are left."""
+        """About the wall seconds that ``process_seconds`` take at the present load; at most those left."""
         load = max(1.0, self.elapsed / max(1e-3, self.process_elapsed))
         return min(process_seconds * load, self.seconds_left)
 
@@ -89,7 +88,7 @@ class Search:
         return end - self.elapsed
 
     def out_of_time(self) -> bool:
-        """Whether to stop with what there is, the time of the stage or of all of them being up."""
+        """Whether to stop with the candidates so far: the time of the stage, or of the search, is up."""
         return self.seconds_left < 0 and self.least is not None
 
     def begin_stage(self, span: tuple[float, float], share: float = 1.0) -> None:

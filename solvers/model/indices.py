@@ -1,9 +1,9 @@
-"""What an integer counts: the index spaces of the solvers, one type for each.
+"""The index spaces of the solvers, one type for each.
 
 mypy tells them apart; when the program runs they are plain ints. A conversion such as ``ValueId(3)`` is a
 function call, so it does not belong inside a loop: :func:`indices`, :func:`numbered` and :func:`listed` give
-whole ranges, enumerations and lists their type at once. What arrays are indexed by is said in
-:mod:`solvers.model.arrays`.
+whole ranges, enumerations and lists their type at once. :mod:`solvers.model.arrays` names arrays by their
+index space.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -142,7 +142,7 @@ def crosses(graph: Graph, lives: Lifetimes) -> InstanceMask:
 
 
 def crossing_bytes(graph: Graph, schedule: Schedule) -> int:
-    """What a schedule holds between its forward and its backward."""
+    """Bytes that a schedule holds between its forward and its backward."""
     lives = lifetimes(graph, schedule)
     held = crosses(graph, lives) & (~graph.on_demand[lives.value] | lives.used)
     return int(graph.bytes[lives.value[held]].sum())
@@ -183,9 +183,9 @@ def check(graph: Graph, schedule: Schedule) -> None:
         following = graph.ops[graph.base_ops[expected]] if expected < graph.base_length else None
         if following is None or following.phase is not Phase.BACKWARD:
             raise GraphError(f"step {step} re-runs op {base} ({op.name}) outside the backward phase")
-        own, there = graph.ops[base].region, following.region
-        if own != there:
-            raise GraphError(f"step {step} re-runs op {base} of region {own} in region {there}")
+        own, region = graph.ops[base].region, following.region
+        if own != region:
+            raise GraphError(f"step {step} re-runs op {base} of region {own} in region {region}")
     if expected != graph.base_length:
         raise GraphError(f"schedule ends before base op {expected} of {graph.base_length}")
     lifetimes(graph, schedule)

@@ -1,4 +1,4 @@
-"""What every solver returns."""
+"""The result of a solver: a schedule, its costs, and how good it is known to be."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ class Solution:
         solver: Name of the solver.
         status: Optimal, feasible, or infeasible (no schedule found within the budget).
         schedule: The schedule; when infeasible, the one of least peak that the solver can reach.
-        peak_bytes: Its simulated dynamic peak. When infeasible: the least budget that would do.
+        peak_bytes: Its simulated dynamic peak. When infeasible: the least budget that this schedule fits.
         seconds: Its simulated seconds.
         solve_seconds: Wall seconds that the solver took.
         bound_seconds: A proven lower bound on the seconds of any schedule within the budget, or None.
@@ -46,7 +46,7 @@ class Solution:
         return self.status is not Status.INFEASIBLE
 
     def infeasible(self) -> "Solution":
-        """The same schedule, as what is nearest to a budget that it does not fit."""
+        """The same schedule, marked as the nearest one to a budget that it does not fit."""
         return replace(self, status=Status.INFEASIBLE, bound_seconds=None)
 
     @property

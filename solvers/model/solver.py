@@ -1,4 +1,4 @@
-"""What every solver is, and how one begins."""
+"""The interface of solvers, and the decorator that makes one."""
 
 import functools
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Solve(Protocol):
             graph: The problem.
             budget: Bytes of dynamic peak; None asks for the least peak.
             time_limit: Wall seconds.
-            progress: Called with what is being done, and how much of it is done.
+            progress: Called with the present action and the fraction done.
             constraints: Values that are always kept or always recomputed.
 
         Returns:
@@ -45,7 +45,7 @@ def solver(
     candidate: a bound, or that it is optimal.
 
     Args:
-        name: What the solver is called in plans and on the command line.
+        name: The solver's name in plans and on the command line.
         seconds: The wall seconds that it takes at most where no time limit is given; None for no limit.
     """
 

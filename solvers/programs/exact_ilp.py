@@ -36,7 +36,7 @@ from solvers.programs.slots import Slot, best_runs, slot_of
 
 NAME = "exact"
 MOST_BINARIES = 4_000
-"""Larger programs are not written: the answer is that of the portfolio's quick solvers then."""
+"""Larger programs are not written: the portfolio's quick solvers then answer."""
 
 
 @solver(NAME, seconds=60.0)
@@ -68,7 +68,7 @@ def solve(search: Search) -> Solution | None:
 
 
 def least_peak(search: Search, slots: "list[Slot]", high: int, *, seconds: float = float("inf")) -> Solution:
-    """Bisect for the least budget that has an answer, for so many wall seconds at most."""
+    """Bisect for the least budget that has an answer, in at most ``seconds`` wall seconds."""
     low, end = floor_bytes(search.graph) - 1, search.elapsed + seconds
     while high - low > max(1, high // 200) and not search.out_of_time() and search.elapsed < end:
         middle = (low + high) // 2
@@ -83,31 +83,33 @@ def least_peak(search: Search, slots: "list[Slot]", high: int, *, seconds: float
 def find_slots(graph: Graph) -> list[Slot]:
     """All slots: forward, then before each backward operation the re-runs of its region."""
     slots = [slot_of(graph, i) for i in graph.forward_ops]
-    again = _again(graph)
+    recomputable = _recomputable(graph)
     for t in graph.backward_ops:
-        here = [i for i in again if graph.ops[i].region == graph.ops[t].region]
-        slots += [slot_of(graph, graph.rerun(i), optional=True) for i in here]
+        same_region = [i for i in recomputable if graph.ops[i].region == graph.ops[t].region]
+        slots += [slot_of(graph, graph.rerun(i), optional=True) for i in same_region]
         slots.append(slot_of(graph, t))
     return slots
 
 
 def count_slots(graph: Graph) -> int:
     """How many slots there are at most, without making them."""
-    return graph.base_length + len(_again(graph)) * (graph.base_length - graph.forward_length)
+    return graph.base_length + len(_recomputable(graph)) * (graph.base_length - graph.forward_length)
 
 
-def _again(graph: Graph) -> list[BaseOp]:
+def _recomputable(graph: Graph) -> list[BaseOp]:
     """The forward operations that may be re-run."""
     return [i for i in graph.forward_ops if any(graph.recompute_row[v] >= 0 for v in graph.ops[i].outputs)]
 
 
 def answer(search: Search, slots: list[Slot], budget: int, *, seconds: float = float("inf")) -> float | None:
-    """Solve the program for one budget, for so many wall seconds at most, and offer its schedule; the proven
-    bound in seconds."""
+    """Solve the program for one budget in at most ``seconds`` wall seconds, and offer its schedule.
+
+    Returns the proven bound in seconds; None where there is no schedule or no bound.
+    """
     graph = search.graph
     left = seconds if search.time_limit is None else min(seconds, search.time_limit - search.elapsed)
-    found = best_runs(graph, slots, budget, search.constraints, seconds=left)
-    if found.schedule is None:
+    runs = best_runs(graph, slots, budget, search.constraints, seconds=left)
+    if runs.schedule is None:
         return None
-    search.try_schedule(prune(graph, found.schedule))
-    return None if found.bound is None else graph.base_seconds + found.bound
+    search.try_schedule(prune(graph, runs.schedule))
+    return None if runs.bound is None else graph.base_seconds + runs.bound

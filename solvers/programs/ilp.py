@@ -72,11 +72,11 @@ FINE = 300
 CORRECTIONS = 5
 """How often a program is corrected and solved again."""
 WRITING_SECONDS = 3e-4
-"""What it takes to write a program for each forward operation."""
+"""Seconds that writing a program takes for each forward operation."""
 PRESOLVE_SECONDS = 5e-6
-"""What a solver takes for each coefficient before it looks at its time limit."""
+"""Seconds that a solver takes for each coefficient before it looks at its time limit."""
 LATE_SECONDS = 1.5e-6
-"""By how much, for each coefficient, a solver is late at its time limit."""
+"""Seconds, for each coefficient, by which a solver overruns its time limit."""
 MOMENTS = 2_000
 """About how many memory rows a program has at most."""
 SIZES = (2_000, 8_000, 30_000)
@@ -156,8 +156,10 @@ def improve(
     sizes: list[int] | None = None,
     enough: float = 0.0,
 ) -> None:
-    """Offer ``search`` the answers of the programs to one budget, of all ``sizes`` that differ when
-    none are given, until one takes no more than ``enough`` seconds."""
+    """Offer ``search`` the programs' answers to one budget, until one takes at most ``enough`` seconds.
+
+    Without ``sizes``, programs of all sizes that differ are solved.
+    """
     programs = programs or Programs(search.graph, search.constraints)
     sizes = programs.sizes() if sizes is None else sizes
     for n, size in enumerate(sizes):
@@ -172,8 +174,8 @@ def improve(
 
 
 def descend(search: Search, programs: Programs | None = None, *, seconds: float = np.inf) -> None:
-    """Look for the least peak: solve for ever smaller budgets below the least peak so far, each in so many
-    wall seconds at most."""
+    """Look for the least peak: solve for smaller and smaller budgets below the least peak so far, each in at
+    most ``seconds`` wall seconds."""
     programs = programs or Programs(search.graph, search.constraints)
     size = programs.sizes()[-1]
     low = 0

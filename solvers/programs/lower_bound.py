@@ -39,9 +39,10 @@ from solvers.model.schedule import simulate
 
 SECONDS = 1000.0
 MOST_VARIABLES = 60_000
-"""Larger programs are not solved: they take minutes, whatever the time limit."""
+"""Larger programs are not solved: they take minutes, and the solver does not look at its time limit."""
 MOST_VARIABLES_OF_GRAPHS = 300_000
-"""The same where a step is several graphs: each is re-run in its own backward; programs nearly fall apart."""
+"""The same where a step is several graphs: each is re-run in its own backward only, so that the program
+nearly consists of smaller ones."""
 MOST_INTEGER = 15_000
 """Programs of more variables are not solved as integer programs, for the same reason."""
 MORE_MOMENTS = 24
@@ -114,7 +115,7 @@ def lower_bound(
 def tightened(
     graph: Graph, budget: int, bound: Bound, seconds: float, uses: ForwardUses | None = None
 ) -> Bound:
-    """The better of a bound and what the integer program of its moment proves in so many wall seconds."""
+    """The better of a bound and that of its moment's integer program, solved for ``seconds`` wall seconds."""
     if bound.moment < 0 or seconds <= 0 or np.isinf(bound.seconds):
         return bound
     proven = bound_at(graph, uses or forward_uses(graph), budget, bound.moment, seconds, integer=True)
@@ -122,8 +123,10 @@ def tightened(
 
 
 def at_more_moments(graph: Graph, budget: int, bound: Bound, seconds: float) -> Bound:
-    """The best of a bound and what more moments prove in so many wall seconds: in the backward of one layer,
-    more may be needed at once where the profile is not quite as high."""
+    """The best of a bound and those of more moments, solved for ``seconds`` wall seconds.
+
+    The highest moment need not prove the most: a lower one may need more re-runs at once.
+    """
     if bound.moment < 0 or np.isinf(bound.seconds):
         return bound
     end, uses = time.perf_counter() + seconds, forward_uses(graph)
@@ -140,8 +143,11 @@ def at_more_moments(graph: Graph, budget: int, bound: Bound, seconds: float) -> 
 
 
 def holds_for_every_order(graph: Graph, moment: BaseOp) -> bool:
-    """Whether what base operation ``moment`` proves is true however the operations are ordered: every
-    earlier one must come before it and every later one behind it, because of what they read."""
+    """Whether the bound of base operation ``moment`` is true in every order of the operations.
+
+    It is where, by the values that they read, every earlier operation must come before it and every later one
+    after it.
+    """
     wanted = set(graph.ops[moment].inputs)
     for op in reversed(graph.ops[:moment]):
         if wanted.isdisjoint(op.outputs):

@@ -1,15 +1,15 @@
-"""Large neighbourhood search: the re-runs of a part of the forward are found anew, all others stay.
+"""Large neighbourhood search: solve the re-runs of one part of the forward anew; all others stay.
 
 Shaw, "Using constraint programming and local search methods to solve vehicle routing problems", CP 1998
 (doi 10.1007/3-540-49481-2_30); the program of a part is that of :mod:`solvers.programs.exact_ilp`.
 
-A *part* is a stretch of the forward operations of one captured graph: where there are several graphs, as for
-the layers of a model, all of them if they are few. Its re-runs may move, come and go, and be made several
-times, where anything of its results is read; what the rest of the step holds meanwhile is given, and steps
-that neither read nor write a value of the part are one slot. Parts are gone through from the last to the
-first until none gets better; what is found for a layer is tried for all layers like it.
+A *part* is a stretch of the forward operations of one captured graph; where a model is several graphs, as its
+layers may be, a part is a whole graph if that is short. The re-runs of a part may move, come and go, and be
+made several times, wherever one of its results is read. The bytes of the rest of the step are given, and
+steps that neither read nor write a value of the part are one slot. The search goes through the parts from the
+last to the first until none gets better, and tries the re-runs of a layer for all layers like it.
 
-Not optimal: bytes that one part could save for another are of no use to it.
+Not optimal: no part saves bytes for another one.
 """
 
 from collections import Counter
@@ -28,10 +28,10 @@ from solvers.model.schedule import lifetimes
 from solvers.programs.slots import Slot, best_runs, slot_of
 
 LAYER = 60
-"""Forward operations of a part at most where parts are layers: its program has a variable for each, at every
-place in the backward where one of its results is read."""
+"""Most forward operations of a part where parts are layers: its program has a variable for each of them, at
+every place in the backward where one of its results is read."""
 STRETCHES = (15, 30)
-"""Of a part of one graph, where results are read in more places; first the small parts, then larger ones."""
+"""The same for parts of a single graph, whose results are read in more places; small parts come first."""
 GAP = 1e-4
 """Relative gap of a part's re-runs at which its program counts as solved."""
 
@@ -46,16 +46,16 @@ def improve(
 ) -> None:
     """Improve the fastest schedule that fits.
 
-    Unless the time limit comes in between, the answer depends on no clock: ranks of a cluster that plan each
-    by itself must come to the same.
+    Unless the time limit ends it, the answer depends on no clock: ranks that plan by themselves must come to
+    the same answer.
 
     Args:
         search: Has the schedule, and gets better ones.
-        work: How much the programs of all parts may take together, see :class:`solvers.programs.slots.Runs`;
-            no other part is begun then.
-        nodes: Of the tree of each program, at most.
+        work: The work of all programs together, see :class:`solvers.programs.slots.Runs`, after which no
+            other part is begun.
+        nodes: Most nodes of the tree of each program.
         enough: Seconds at which the schedule is fast enough.
-        stretches: How many forward operations a part has at most where parts are no layers.
+        stretches: Most forward operations of a part where parts are no layers; tried in this order.
     """
     for most in (LAYER,) if has_layers(search.graph) else stretches:
         work -= _improve_parts(search, find_parts(search.graph, most), work, nodes, enough)
@@ -105,7 +105,7 @@ def _recomputable(graph: Graph) -> list[BaseOp]:
 
 
 def improve_part(search: Search, part: Sequence[BaseOp], *, nodes: int) -> int:
-    """Find the re-runs of a part of the fastest schedule anew; returns how much work it was."""
+    """Solve the re-runs of a part of the fastest schedule anew; returns how much work it was."""
     assert search.fastest is not None
     assert search.budget is not None
     graph = search.graph
@@ -135,8 +135,8 @@ def _like(n: int, signatures: Sequence[object | None]) -> list[int]:
 
 
 def _copy(search: Search, part: Sequence[BaseOp], others: Sequence[Sequence[BaseOp]]) -> None:
-    """Run again in other layers that are like this one what is run again in it, where that is faster: in all
-    of them, or else in one after the other."""
+    """Give the re-runs of a layer to the layers like it, where that is faster: to all of them, or else to one
+    after the other."""
     assert search.fastest is not None
     graph, before = search.graph, search.fastest.seconds
     backward: dict[Region, list[BaseOp]] = {}
@@ -149,17 +149,17 @@ def _copy(search: Search, part: Sequence[BaseOp], others: Sequence[Sequence[Base
     for group in (others, *one_by_one):
         schedule = search.fastest.schedule
         for other in group:
-            there = backward[graph.ops[other[0]].region]
-            schedule = _with_runs(graph, schedule, other, [(there[at], other[n]) for at, n in runs])
+            places = backward[graph.ops[other[0]].region]
+            schedule = _with_runs(graph, schedule, other, [(places[at], other[n]) for at, n in runs])
         search.try_schedule(prune(graph, schedule))
         if group is others and search.fastest.seconds < before:
             return
 
 
 def _reruns(graph: Graph, schedule: Schedule, part: Sequence[BaseOp]) -> Iterator[tuple[BaseOp, BaseOp]]:
-    """The re-runs of a part in a schedule, in order, and before which base operation each is."""
-    for again, at in _between_base_ops(is_rerun(graph, schedule)):
-        for i in listed(BaseOp, graph.base_of[schedule[again]]):
+    """The re-runs of a part in a schedule, in order, and the base operation that each comes before."""
+    for reruns, at in _between_base_ops(is_rerun(graph, schedule)):
+        for i in listed(BaseOp, graph.base_of[schedule[reruns]]):
             if i in part:
                 yield i, BaseOp(RowId(int(schedule[at])))
 
@@ -176,8 +176,10 @@ def _with_runs(
 
 
 def _signature(search: Search, part: Sequence[BaseOp]) -> object | None:
-    """What layers that can be run alike have in common; None for what is not all of a layer, and for layers
-    of which something is to be kept, or to be run again, in any case."""
+    """A key that layers with the same operations and values share.
+
+    None for a part that is less than a layer, and for layers with values that constraints keep or recompute.
+    """
     graph, region = search.graph, search.graph.ops[part[0]].region
     values = [v for i in part for v in graph.ops[i].outputs if graph.recompute_row[v] >= 0]
     if not search.constraints.free(graph)[values].all():
@@ -277,8 +279,8 @@ class _Steps:
         return changes[0], changes[1]
 
     def is_place(self, op: BaseOp, steps: Sequence[Step], used: bool) -> bool:
-        """Whether re-runs before a base operation are looked for: at the first of the region, where results
-        are read, and where the schedule has some."""
+        """Whether re-runs may come before a base operation: before the first of the region, where results are
+        read, and where the schedule has some."""
         region = self.graph.ops[op].region
         first = region not in self._seen
         self._seen.add(region)
@@ -299,7 +301,7 @@ class _Steps:
             self.start.append(i in used)
 
     def runs(self, n: Step) -> None:
-        """A step that is no question."""
+        """A step that runs in any case."""
         row = RowId(int(self.schedule[n]))
         slot = slot_of(self.graph, row, beside=int(self.during[n]))
         touches = not self.values.isdisjoint(slot.reads) or not self.values.isdisjoint(slot.writes)

@@ -40,8 +40,8 @@ ROUNDS = 20
 NEW_MOMENTS = 8
 """Moments that one simulation adds at most."""
 REACH = (0.05, 0.2, 1.0)
-"""How far re-runs that are caused by a moment are followed back, as fractions of the forward phase: as
-far as simulation asks for."""
+"""How far back chains of re-runs that a moment causes are followed, as fractions of the forward phase: the
+next one where simulation shows that the last was too short."""
 SLIGHTLY = 1.02
 """Answers above the budget by less than this factor are brought down by corrections."""
 APART = 60
@@ -53,8 +53,9 @@ MOST_INTEGER = 8_000
 MOST_VARIABLES = 60_000
 """Larger programs are left alone."""
 GAPS = (0.005, 0.001, 0.0001)
-"""Relative gaps of the recomputed seconds at which the program counts as solved, while moments are looked
-for, then, and at last with all values free; a twentieth, as a fraction of the step, is enough as well."""
+"""Relative gaps of the recomputed seconds at which the program counts as solved: while moments are added,
+after that, and in the end with all values free. A twentieth of each, relative to the seconds of the step, is
+enough as well."""
 GIVE_UP_ROUNDS = 3
 """From this round on a budget may be given up."""
 GIVE_UP_FACTOR = 1.5
@@ -161,7 +162,7 @@ def improve(search: Search, budget: int, lazy: LazyRows | None = None, *, second
 
 
 def chosen(model: SingleRecompute, values: PerVariable, pinned: ValueMask, least: float) -> ValueMask:
-    """What a point of the program keeps: what it keeps to a share of ``least``, and what is pinned."""
+    """The values that a point of the program keeps, at least to a share of ``least``, and pinned ones."""
     kept = pinned | (model.keep < 0)
     decided = model.keep >= 0
     kept[decided] = values[model.keep[decided]] >= least
@@ -286,8 +287,8 @@ def find_causes(
 
 
 def last_reads(graph: Graph, uses: ForwardUses, decided: ValueMask) -> Per[BaseOp, int]:
-    """For each forward operation the last backward operation that reads a decided value of it, or of
-    what its re-run may need to be re-run itself: later moments need no account of their own."""
+    """For each forward operation the last backward operation that reads a decided value of it, or of an
+    operation that its re-run may need to re-run: no later moment needs a variable for it."""
     last = [-1] * graph.forward_length
     table, producer = graph.walk_table, listed(BaseOp, graph.producer)
     read, is_decided = listed(BaseOp, uses.last_backward), decided.tolist()
@@ -341,7 +342,7 @@ def write(graph: Graph, uses: ForwardUses, causes: Causes, moments: tuple[BaseOp
     made = [(i, v) for v in listed(ValueId, free) if causes.times[i := producer[v]]]
     others = 0 if graph.in_flight is None else graph.in_flight.others
     across = free[(last_use[free] < graph.forward_length) & (causes.end[free] >= graph.forward_length)]
-    # What others send counts as fixed in the forward.
+    # Values that other micro-batches send count as fixed in the forward.
     unsent = across if graph.in_flight is None else across[~np.isin(across, graph.in_flight.sent)]
     for moment in moments:
         alive = free[(last_use[free] < moment) & (moment <= causes.end[free])]

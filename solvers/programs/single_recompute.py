@@ -1,6 +1,6 @@
-"""The integer program of ``ilp``: which values to keep when nothing is recomputed twice.
+"""The tables and rows of the integer program that :mod:`solvers.programs.ilp` specifies.
 
-See :mod:`solvers.programs.ilp` for the specification; here are the tables it is written from and its rows.
+It decides which values to keep when nothing is recomputed twice.
 """
 
 from bisect import bisect_left, bisect_right
@@ -42,7 +42,7 @@ SECONDS = 1000.0
 
 
 MOST_FORWARD = 64
-"""Most memory rows for moments of the forward phase; there is no more than one a segment."""
+"""Most memory rows for moments of the forward phase; each segment has one at most."""
 MOST_ENTRIES = 600_000
 """Most coefficients of all memory rows together; of large graphs without narrow cuts fewer moments get
 a row, the highest of each stretch, and simulation finds the rest."""
@@ -50,7 +50,7 @@ a row, the highest of each stretch, and simulation finds the rest."""
 
 @dataclass(frozen=True)
 class Stages:
-    """Who may be re-run when.
+    """Which operations may be re-run, and when.
 
     Attributes:
         free: Values about which the program decides, bool.
@@ -149,7 +149,7 @@ class SingleRecompute:
         moments: The base operations that the memory rows stand for, ascending.
         first_row: The first memory row.
         fixed: For each memory row the bytes that do not depend on the decisions.
-        correction: For each memory row what simulation found it to be off by.
+        correction: For each memory row the bytes by which simulation found it too low.
         unit: Bytes of one unit in the memory rows.
     """
 
@@ -348,10 +348,10 @@ class _Life:
     """When the free values of a segment matter.
 
     Attributes:
-        begin: They do behind this base operation.
-        settled: From here on all of them are up to decision.
-        untouched: Up to here whatever is kept is alive.
-        finish: They do no longer behind this one.
+        begin: They matter after this base operation.
+        settled: From here on the program decides about all of them.
+        untouched: Up to here all of them that are kept are alive.
+        finish: After this base operation they no longer matter.
         members: The free values, those whose last possible use comes first in front.
         ends: The last possible use of each of them.
         reruns: The operations that may be re-run, by when that may first be caused, and what each makes of

@@ -1,7 +1,7 @@
 """An integer program over *slots*, places in time at which operations run or may run again.
 
-What is written is said in :mod:`solvers.programs.exact_ilp`, whose slots are all that there are;
-:mod:`solvers.programs.neighbourhood` has those of a part of the step.
+:mod:`solvers.programs.exact_ilp` specifies the program and has a slot for every possible re-run;
+:mod:`solvers.programs.neighbourhood` has only those of a part of the step.
 """
 
 import math
@@ -20,7 +20,7 @@ SECONDS = 1000.0
 """The seconds of the step in the program: solvers have tolerances of their own."""
 GAP = 1e-6
 VARIABLES_A_STEP = 20
-"""As many variables of a program are written in the time of an iteration of the simplex method."""
+"""How many variables of a program are written in the time of one iteration of the simplex method."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,14 @@ def slot_of(graph: Graph, row: RowId, *, optional: bool = False, beside: int = 0
 
 @dataclass(frozen=True)
 class Runs:
-    """The answer.
+    """The answer to a program of slots.
 
     Attributes:
-        schedule: The rows that run, where any was found.
+        schedule: The rows that run; None where no answer was found.
         bound: Seconds of re-runs in optional slots that are proven to be needed.
-        work: What it took: iterations of the simplex method, or what writing the program takes, if that is
-            more; an iteration for each variable where the solver does not say. Unlike seconds, this is the
-            same on every machine.
+        work: Iterations of the simplex method, or as many as writing the program takes the time of, if that
+            is more; one for each variable where the solver does not say. Unlike seconds, this is the same on
+            every machine.
     """
 
     schedule: Schedule | None
@@ -79,18 +79,18 @@ def best_runs(
     gap: float = GAP,
     start: Sequence[bool] | None = None,
 ) -> Runs:
-    """Which optional slots to use, so that the step takes least time.
+    """Choose the optional slots to use, so that the step takes least time.
 
     Args:
         graph: The problem.
-        slots: In order. The slot of what first computes a value comes before all that reads it.
+        slots: In order. The slot that first computes a value comes before all slots that read it.
         budget: Bytes that no slot exceeds.
         constraints: Values that are always kept or always recomputed.
-        values: Those that have an unknown life; all of the graph where they are not given.
+        values: The values whose lives the program decides; None for all of the graph.
         seconds: Wall seconds.
-        nodes: Of the tree of the program, at most.
-        gap: The relative gap of all that optional slots take at which the program counts as solved.
-        start: For each slot whether it is used in a schedule that is known.
+        nodes: Most nodes of the tree of the program.
+        gap: The relative gap, of the seconds of optional slots, at which the program counts as solved.
+        start: For each slot whether a known schedule uses it.
     """
     program = Program()
     scale = SECONDS / max(graph.base_seconds, 1e-30)

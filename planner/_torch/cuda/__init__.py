@@ -1,1 +1,1 @@
-"""What CUDA would run, for planning on a machine without it."""
+"""The operations and layouts of CUDA, for planning on a machine without it."""

@@ -1,9 +1,9 @@
-"""Which kernel PyTorch's scaled dot product attention would choose on CUDA, and what it is called with.
+"""The kernel that PyTorch's scaled dot product attention chooses on CUDA, and its arguments.
 
 The rules are those of ``sdp_utils.cpp``, as read for torch 2.11 and later; they change with versions. There
 cuDNN's kernel is the first choice on capability 9 and 10, masks and grouped queries included, where cuDNN is
-newer than 9.15. Where PyTorch has no cuDNN to ask, as on a machine that only plans, that of its wheels is
-taken to be there. Kernels that are switched off (``torch.nn.attention.sdpa_kernel``) are not chosen.
+newer than 9.15. Where PyTorch has no cuDNN, as on a machine that only plans, that of its wheels is assumed.
+Kernels that are switched off (``torch.nn.attention.sdpa_kernel``) are not chosen.
 """
 
 import math
@@ -86,7 +86,7 @@ def _order(call: AttentionCall) -> tuple[Attention, ...]:
     if order == _USUAL_ORDER and preferred:
         return ATTENTION
     if order == ATTENTION and not preferred and _here_prefers_cudnn():
-        return _USUAL_ORDER  # the device that is here made that its order when it first chose a kernel
+        return _USUAL_ORDER  # PyTorch set that order for the device that is here
     return order
 
 
@@ -105,7 +105,7 @@ def prefers_cudnn(capability: tuple[int, int]) -> bool:
 
 
 def _cudnn_version() -> int:
-    """That of PyTorch's cuDNN, or a new one where it has none."""
+    """The version of PyTorch's cuDNN; a recent one where it has none."""
     found = torch.backends.cudnn.version()
     return 99999 if found is None else int(found)
 

@@ -5,9 +5,9 @@ precision, which on the CPU stay in half; and where CUDA is not there, ``torch.a
 itself off. Where a step is captured on the CPU for a GPU, regions of autocast, for whichever of the two they
 are, are CUDA's here.
 
-PyTorch's casts for the CPU do what those for CUDA do for products and losses, and keep the casts of weights
-as CUDA's do; they stay. The others get kernels of their own, below: ``ATen/autocast_mode.h`` of torch 2.13
-says which. Casts of weights for these are not kept.
+For products and losses, PyTorch's casts for the CPU are those for CUDA, and keep the casts of weights as
+CUDA's do; they stay. The other operators get kernels of their own, below, as listed in
+``ATen/autocast_mode.h`` of torch 2.13. Casts of weights for these are not kept.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ TO_WIDEST = _names("""
     addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot
 """)
 REFUSED = _names("binary_cross_entropy")
-# What the CPU casts and CUDA does not, and which yet comes to the same, by the operators that it is made of.
+# Operators that only the CPU casts, with the same results: CUDA casts the operators that they are made of.
 SAME_IN_PARTS = _names("""
     _addmm_activation _native_multi_head_attention conv1d.padding conv2d.padding conv3d.padding
     mkldnn_rnn_layer
@@ -81,13 +81,13 @@ Kernel = Callable[..., Any]
 
 @contextlib.contextmanager
 def autocast_of_cuda() -> Iterator[list[str]]:
-    """Within this, in this thread, autocast on the CPU is CUDA's.
+    """A context in which, in this thread, autocast on the CPU is CUDA's.
 
-    A region that is on outside stays on. One for CUDA that PyTorch has switched off, since there is no CUDA,
-    is taken to be on; that is a :class:`PlanWarning`.
+    A region that is on outside stays on. A region for CUDA that PyTorch has switched off, since there is no
+    CUDA, is taken to be on, with a :class:`PlanWarning`.
 
     Yields:
-        What is on, as in ``["cuda:bfloat16"]``.
+        The regions that are on, as in ``["cuda:bfloat16"]``.
 
     Raises:
         CaptureError: (by the captured code) the operation is one that CUDA's autocast refuses.
@@ -105,7 +105,7 @@ def autocast_of_cuda() -> Iterator[list[str]]:
 
 
 def _surrounding_dtype() -> torch.dtype | None:
-    """What the region of autocast around the planning casts to on a GPU; None outside of any."""
+    """The dtype that the region of autocast around planning casts to on a GPU; None outside of any."""
     for kind in reversed(_KINDS):
         if torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
@@ -128,7 +128,7 @@ def _surrounding_dtype() -> torch.dtype | None:
 
 @contextlib.contextmanager
 def _regions_are_cudas(owner: int) -> Iterator[None]:
-    """Regions of autocast for the CPU or CUDA are for both, and not switched off for want of CUDA."""
+    """Let regions of autocast for the CPU or CUDA hold for both, and stay on where there is no CUDA."""
     region: Any = autocast_mode.autocast
     make, enter, leave = region.__init__, region.__enter__, region.__exit__
 
@@ -195,7 +195,8 @@ def _regions_are_cudas(owner: int) -> Iterator[None]:
 
 
 def _register(library: Library, stack: contextlib.ExitStack, owner: int) -> None:
-    """Kernels for what the CPU's autocast leaves alone; in Python's dispatch for what it casts otherwise."""
+    """Kernels for operators that the CPU's autocast does not cast; in Python's dispatch for those that it
+    casts otherwise."""
     kernels: dict[str, Kernel] = {}
     for names, policy in (
         (TO_HALF, _to_half),
@@ -239,7 +240,7 @@ def _cast_here(owner: int, policy: Kernel, operator: Any, keys: Any, *args: Any,
 
 
 def _uncast(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """As without autocast; but what it is made of is cast."""
+    """Run an operator without autocast, but cast the operators that it is made of."""
     if torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd"):
         return operator.decompose(*args, **kwargs)
     return _call(operator, args, kwargs)
@@ -260,7 +261,7 @@ def _to_widest(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _result_single(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sums and the like take what they get and return single precision, if no type is asked for."""
+    """Sums and the like return single precision, whatever they get, unless a type is asked for."""
     arguments = operator._schema.arguments
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
     if not _is_eligible(args[0]) or given.get("dtype") is not None:

@@ -23,12 +23,13 @@ BY_BACKEND = aten._batch_norm_with_update_functional.default
 """Batch normalisation that computes new running statistics; picks its kernel as eager does."""
 
 RESULTS: dict[object, int] = {NATIVE: 3, BY_BACKEND: 4}
-"""How many results of a batch normalisation are not new running statistics: the fourth is cuDNN's reserve."""
+"""How many results of a batch normalisation come before new running statistics; the fourth is cuDNN's
+reserve."""
 
 
 @contextlib.contextmanager
 def cudnn_as_eager() -> Iterator[None]:
-    """Within this, what is dispatched in Python keeps cuDNN's batch normalisation."""
+    """A context in which operations dispatched in Python keep cuDNN's batch normalisation."""
     with kernels_replaced({aten.cudnn_batch_norm.default: {_AUTOGRAD: _cudnn_batch_norm}}):
         yield
 

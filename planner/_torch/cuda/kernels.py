@@ -1,9 +1,9 @@
 """The kernels that a CUDA device would run, captured on tensors without data on the CPU.
 
-PyTorch picks operations by device. Where a step is captured on the CPU for a GPU, these picks are put right
+PyTorch picks operations by device. Where a step is captured on the CPU for a GPU, these picks are corrected
 here: dropout (CUDA's fused kernel saves a mask of booleans, the CPU's a mask of floats), attention (CUDA's
-kernels save their output and the logarithms of the softmax's sums; which of them it is ``attention.py``
-says), normalisations (``normalisations.py``), and how results lie in memory (``layouts.py``).
+kernels save their output and the logarithms of the softmax's sums; ``attention.py`` picks the kernel),
+normalisations (``normalisations.py``), and strides of results (``layouts.py``).
 Batch normalisation saves a mean and an inverse deviation a channel on both; cuDNN's reserve is empty without
 a fused activation.
 
@@ -35,7 +35,7 @@ _DECOMPOSED_AT = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.Dispa
 def kernels_of_cuda(
     capability: tuple[int, int], attention: Attention | None, *, cudnn: bool = True
 ) -> Iterator[None]:
-    """Within this, operations that are dispatched in Python are those of a CUDA device.
+    """A context in which operations that are dispatched in Python are those of a CUDA device.
 
     Args:
         capability: The device's compute capability.
@@ -77,6 +77,6 @@ def kernels_of_cuda(
 
 @contextlib.contextmanager
 def dispatched_in_python() -> Iterator[None]:
-    """Within this a plain step is dispatched in Python, as AOTAutograd does it, to eager's kernels."""
+    """A context in which a plain step is dispatched in Python, as AOTAutograd does it, to eager's kernels."""
     with kernels_of_eager(), enable_python_dispatcher():
         yield

@@ -1,7 +1,6 @@
-"""How results lie in memory on CUDA, captured on tensors without data on the CPU.
+"""Strides of results on CUDA, captured on tensors without data on the CPU.
 
-PyTorch's shape functions ask for the device where kernels differ by it. Here they are told that it is CUDA's.
-Seen with torch 2.13.
+PyTorch's shape functions ask for the device where kernels differ by it. Here the answer is CUDA.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 @contextlib.contextmanager
 def layouts_of_cuda(*, cudnn: bool) -> Iterator[None]:
-    """Within this, results on the CPU have the strides that a CUDA device's kernels give them.
+    """A context in which results on the CPU have the strides that a CUDA device's kernels give them.
 
     Args:
         cudnn: Whether the device is one that cuDNN runs on.
@@ -46,14 +45,14 @@ def layouts_of_cuda(*, cudnn: bool) -> Iterator[None]:
 
 def _as_cuda(hint: Callable[[Any], str]) -> Callable[[Any], str]:
     def device_hint(tensor: Any) -> str:
-        found = hint(tensor)
-        return "cuda" if found == "cpu" else found
+        kind = hint(tensor)
+        return "cuda" if kind == "cpu" else kind
 
     return device_hint
 
 
 def _format_of_cudnn(image: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    """That of a convolution's results: channels-last where one operand is, but in double precision."""
+    """The format of a convolution's results: channels-last where one operand is, not in double precision."""
     wanted = _CHANNELS_LAST.get(weight.dim())
     if wanted is None or torch.float64 in (image.dtype, weight.dtype) or not torch.backends.cudnn.enabled:
         return torch.contiguous_format
@@ -73,7 +72,7 @@ def _contiguous_below(channels: int) -> Correction:
 
 
 def _statistics(results: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Statistics of what is in half precision are in single precision."""
+    """Statistics of tensors in half precision are in single precision."""
     image = args[0]
     if image.dtype not in _HALF:
         return results
@@ -83,7 +82,7 @@ def _statistics(results: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, .
 
 
 def _batch_statistics(results: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Those of an evaluation have an element for each channel; on the CPU they have none."""
+    """Statistics in evaluation have an element for each channel; on the CPU they have none."""
     image, channels = args[0], args[0].shape[1]
     mean, deviation = results[1:3]
     if not mean.numel() and channels:

@@ -1,10 +1,9 @@
-"""Which operators normalise on CUDA, captured on tensors without data on the CPU.
+"""The operators that normalise on CUDA, captured on tensors without data on the CPU.
 
 Batch normalisation is cuDNN's there, in single precision and some cases of half; the rules are those of
 ``_select_batch_norm_backend`` in ``Normalization.cpp``. Group normalisation makes its input contiguous, which
 the CPU's leaves channels-last. ``rms_norm`` is one kernel on CUDA, ``_fused_rms_norm``, where it has no
-weight or one of its input's dtype, which ``rms_norm`` itself decides; the CPU has no such kernel. Seen with
-torch 2.13.
+weight or one of its input's dtype, which ``rms_norm`` itself decides; the CPU has no such kernel.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,10 +40,10 @@ def normalisations_of_cuda(cudnn: bool) -> dict[Any, Callable[..., Any]]:
 
 
 def fused_normalisations() -> dict[Any, dict[Any, Callable[..., Any]]]:
-    """Kernels in Python, by operator and dispatch key, of normalisations that only CUDA does not take apart.
+    """Kernels in Python, by operator and dispatch key, of normalisations that are one operator on CUDA only.
 
-    That the CPU has a kernel lets autograd record the operator, and its backward, whole; and where tracing
-    asks for the parts later, there are none.
+    With a kernel for the CPU, autograd records the operator, and its backward, whole, and tracing finds no
+    decomposition later.
     """
     operator: Any = aten._fused_rms_norm.default
 

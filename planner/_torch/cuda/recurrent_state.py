@@ -1,10 +1,10 @@
-"""The state that cuDNN draws dropout between recurrent layers from, and their weights.
+"""cuDNN's state of dropout between recurrent layers, and the memory of their weights.
 
-PyTorch has one state for each device and process, which every step that drops anything changes. It makes it
-with a number of the device's generator: in the first such step, and in the first one after a state or a seed
-of that generator was set. So what is drawn after a generator's state was set depends on that alone, but the
-first step makes a state of some megabytes before it lets go of the last. The weights of a layer lie in one
-piece of memory, so that cuDNN takes them without copying.
+PyTorch has one state for each device and process, which every step with dropout changes. It makes the state
+from a number of the device's generator: in the first such step, and in the first one after a state or a seed
+of that generator was set. So the numbers drawn after that depend on the generator's state alone; but that
+step makes a state of some megabytes before it frees the last one. The weights of a layer lie in one piece of
+memory, so that cuDNN takes them without copying.
 """
 
 import warnings
@@ -21,9 +21,9 @@ aten = torch.ops.aten
 
 
 def make_dropout_states(module: torch.nn.Module) -> None:
-    """Let the states be made that the next step of a module would make for its recurrent layers.
+    """Make the states that the next step of a module would make for its recurrent layers.
 
-    The step then takes what steps do that follow others. Generators are drawn from as the step would.
+    The step then takes as much memory as later ones. Generators are drawn from as in the step.
     """
     layers = [m for m in parts_of(module) if isinstance(m, torch.nn.RNNBase) and m.training]
     dropping = [layer for layer in layers if layer.dropout > 0 and layer.num_layers > 1]

@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class CpuRecording:
-    """What the CPU allocator did while something ran.
+    """Events of the CPU allocator while a function ran.
 
     Attributes:
         allocations: Nanosecond and bytes of each event, in order; a free has negative bytes. Only blocks
@@ -37,7 +37,7 @@ def profiler_is_active() -> bool:
 
 
 def record_cpu_allocations(step: Callable[[], object]) -> CpuRecording:
-    """Run something and record every event of the CPU allocator; what it returns lives until the end.
+    """Run a function and record every event of the CPU allocator; its result lives until the end.
 
     The profiler's own event list shows no addresses; its tree of raw events, which does, is private.
     """
@@ -89,7 +89,7 @@ def _quiet_profiler() -> Iterator[None]:
 
 
 def held_on_cuda(run: Callable[[], object], device: torch.device, rounding_bytes: int) -> tuple[int, int]:
-    """The most bytes that something holds at once, and those that it leaves: of blocks as they are asked for.
+    """The most bytes that a function holds at once, and those that it leaves, in blocks of the asked size.
 
     They come from the history of the caching allocator. What PyTorch counts as allocated has more: a block
     from which up to 1 MiB is left over is not split, which depends on what there was before. Where such a
@@ -125,7 +125,7 @@ def held_on_cuda(run: Callable[[], object], device: torch.device, rounding_bytes
 
 
 def counted_on_cuda(run: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """The most bytes that something holds at once, and those that it leaves, as PyTorch counts them.
+    """The most bytes that a function holds at once, and those that it leaves, as PyTorch counts them.
 
     Args:
         run, device: As for :func:`held_on_cuda`.

@@ -1,8 +1,8 @@
 """The planner's own operators that stand for a tensor of which only sizes and strides are read.
 
-The backwards of average pooling and of padding are given what was pooled or padded, and read no element.
-Here they are given a tensor without elements, which the forward takes of it. The memory of the result stands
-for the elements.
+The backwards of average pooling and of padding are given the operand, and read no element of it. Here they
+are given a tensor of its strides without elements, which the forward makes. The memory of the result is
+passed to the kernel in place of the operand.
 """
 
 from collections.abc import Callable

@@ -47,7 +47,7 @@ def refuse_second_derivatives(graph: GraphModule) -> None:
 
 
 def _once(again: bool, results: Sequence[Any], given: Sequence[Any]) -> Sequence[Any]:
-    """What a backward returns; where it is to be differentiable, an error as soon as it is differentiated."""
+    """The gradients of a backward; where they could be differentiated again, doing so is an error."""
     if not (again and any(isinstance(t, torch.Tensor) and t.requires_grad for t in given)):
         return results
     refusal: Any = torch._C._functions.DelayedError(DIFFERENTIATED_TWICE, 1)

@@ -1,4 +1,4 @@
-"""What linear layers do in place, on plain tensors only."""
+"""The sum of a linear layer's bias, which PyTorch makes in place on plain tensors only."""
 
 import sys
 from types import FrameType

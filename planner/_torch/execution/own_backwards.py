@@ -1,7 +1,7 @@
 """The planner's own operators in the place of backwards that read no element of their second argument.
 
-PyTorch's are given a tensor of which they read sizes and memory format alone, and which has to be kept for
-that. Here the memory of the result stands for it.
+PyTorch's are given a tensor that has to be kept though they read only its sizes and memory format. Here the
+memory of the result is passed to the kernel in its place.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ def given_instead(operator: Any, argument: str, laid: Callable[..., Laid]) -> tu
 
     Args:
         operator: A backward that is given a gradient and ``self``, and can write its result into a tensor.
-        argument: What is given instead of ``self``, as a schema has it.
-        laid: Of the arguments of the new operator, how its result lies in memory.
+        argument: The argument given instead of ``self``, as in a schema.
+        laid: Given the arguments of the new operator, the sizes and memory format of its result.
     """
     into, name = operator.overloadpacket.grad_input, operator.overloadpacket.__name__
 

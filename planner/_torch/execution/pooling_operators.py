@@ -1,7 +1,7 @@
 """The planner's own operators of max-pooling: backwards that are given sizes.
 
-PyTorch's are given what was pooled. Of that they read nothing but its sizes and its memory format, and yet it
-has to be kept. Here the memory of the result stands for it.
+PyTorch's are given the operand of pooling, which therefore has to be kept, though they read only its sizes
+and its memory format. Here the memory of the result is passed to the kernel in its place.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ _OWN = {
 }
 
 GIVEN_SIZES: dict[Any, Any] = {operator: own for operator, (own, _) in _OWN.items()}
-"""Backwards of max-pooling, and for each the operator that is given sizes in the place of what was pooled.
-The last argument of each is the indices of the maxima."""
+"""Backwards of max-pooling, and for each the operator that is given sizes in place of the operand. The last
+argument of each is the indices of the maxima."""
 
 GIVEN_TENSORS: dict[Any, Any] = {own: operator for operator, own in GIVEN_SIZES.items()}
 """The same, the other way round."""

@@ -27,7 +27,7 @@ class _StandIns(list[torch.Tensor]):
 
 
 class SavedNumbers:
-    """What autograd saves of the numbers that operations are given, while a step is recorded."""
+    """The tensors that autograd saves for numbers that operations are given, while a step is recorded."""
 
     def __init__(self) -> None:
         self._last: tuple[Callable[[], torch.Tensor | None], Mapping[str, Any], _Node | None] | None = None
@@ -60,7 +60,7 @@ class SavedNumbers:
             self._last = partial(_itself, out._base), _saved(operator, args, numbers), node
 
     def found(self) -> tuple[list[torch.Tensor], _Node | None]:
-        """What was saved of the operation that was noted last, and the node that it ran in."""
+        """The numbers saved of the operation that was noted last, and the node that it ran in."""
         if self._last is None:
             return [], None
         (result, numbers, node), self._last = self._last, None
@@ -70,7 +70,7 @@ class SavedNumbers:
         return _saved_in(made_by, numbers), node
 
     def runs(self, node: _Node | None) -> None:
-        """Note which node runs now: what another one saved, that has run, is there no longer."""
+        """Note the node that runs now: numbers that an earlier one saved are gone once it has run."""
         if self._running is not None and self._running[0] != node:
             made = self._running[1]()
             if made is not None:

@@ -1,7 +1,7 @@
-"""How PyTorch is set to compute, for the process or the thread.
+"""PyTorch's settings of how to compute, for the process or the thread.
 
-By these settings an operator takes one kernel or another, rounds in one way or another, or makes tensors of
-one type or another. What runs again runs as they were.
+They decide which kernel an operator takes, how it rounds, and which type new tensors have. A re-run runs
+under the settings of the first run.
 """
 
 import contextlib
@@ -50,13 +50,13 @@ _READ = tuple(read for read, _ in _EACH)
 
 
 def settings() -> tuple[Any, ...]:
-    """The settings as they are."""
+    """The present settings."""
     return tuple([read() for read in _READ])
 
 
 @contextlib.contextmanager
 def set_as(wanted: tuple[Any, ...]) -> Iterator[None]:
-    """A context in which the settings are what :func:`settings` has found before."""
+    """A context with the settings that :func:`settings` returned before."""
     now = settings()
     changed = [
         (write, then, is_) for (_, write), then, is_ in zip(_EACH, wanted, now, strict=True) if then != is_
@@ -68,3 +68,14 @@ def set_as(wanted: tuple[Any, ...]) -> Iterator[None]:
     finally:
         for write, _, is_ in changed:
             write(is_)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """A context in which tensors that are made without naming a type have this one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,6 +1,6 @@
-"""The planner's own operators on what ReLU returned: one bit for each element, and its backward by these.
+"""The planner's own operators on results of ReLU: pack a bit for each element, and differentiate by the bits.
 
-ReLU's backward asks which elements of its result are above zero, or NaN, and nothing else.
+ReLU's backward reads only which elements of the result are above zero, or NaN.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from planner.errors import warn
 aten = torch.ops.aten
 
 _CHUNK = 1 << 18
-"""Elements that are looked at at once: as much as stays in a core's cache."""
+"""Elements that are compared at once: as many as stay in a core's cache."""
 
 
 def pack_signs(result: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,12 @@
-"""What Inductor is allowed to fuse in the programs of a plan, by name."""
+"""Names of the kinds of fusion that Inductor is allowed in the programs of a plan."""
 
 from typing import Literal
 
 Fusion = Literal["anywhere", "earlier", "in-order"]
-"""What is fused.
+"""The operations that Inductor may fuse.
 
-``"anywhere"``: what Inductor chooses, as in a step without a plan. ``"in-order"``: only what no call of a
-library lies between, so that nothing is computed much earlier or later than the plan says. ``"earlier"``:
-that, and what can come before such a call in the memory of what it is the last to read.
+``"anywhere"``: all that it chooses, as in a step without a plan. ``"in-order"``: only operations with no call
+of a library between them, so that nothing is computed much earlier or later than in the plan. ``"earlier"``:
+those, and operations that can move before such a call because their results reuse the memory of values that
+they are the last to read.
 """

@@ -1,9 +1,8 @@
 """The kernels of a program, compiled several at a time.
 
 Inductor compiles each kernel by itself. Most of that time goes into the headers and the bindings, not into
-the kernel: a program of fifty kernels, as one that computes much again has, is compiled in a seventh of the
-time when sixteen of them are one file. What is compiled is the text that Inductor wrote. Seen to work with
-torch 2.13
+the kernel: a program of fifty kernels, as one that recomputes much has, is compiled in a seventh of the time
+when sixteen of them are one file. The compiled text is the one that Inductor wrote.
 """
 
 import contextlib

@@ -1,7 +1,4 @@
-"""What a program of Inductor's holds, operation by operation and line by line, while it is made.
-
-Seen to work with torch 2.13.
-"""
+"""Bytes that a program of Inductor's holds, by operation and by line, known while it is made."""
 
 import math
 import operator

@@ -1,7 +1,4 @@
-"""The order of Inductor's programs, kept near to that of the graph: what a schedule frees is freed as early.
-
-Seen to work with torch 2.13.
-"""
+"""Keep the order of Inductor's programs near to that of the graph: they free as early as the schedule."""
 
 import bisect
 from typing import Any
@@ -26,7 +23,7 @@ _CALLS = frozenset(
         aten.convolution.default, aten.convolution_backward.default,
     }
 )  # fmt: skip
-"""What Inductor has lowerings for that call a library."""
+"""Operators whose lowerings in Inductor call a library."""
 
 _VIEWS = frozenset(
     {
@@ -74,7 +71,7 @@ def _frees_more(node: Node, until: int, place: dict[Node, int], realized: set[No
 
 
 def _sources(node: Node, realized: set[Node]) -> set[Node]:
-    """What is in memory of that a result is computed from."""
+    """The values in memory that a result is computed from."""
     found: set[Node] = set()
     seen: set[Node] = set()
     ahead = [node]

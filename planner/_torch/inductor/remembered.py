@@ -1,9 +1,8 @@
-"""What Inductor works out again and again while it lowers a program, remembered.
+"""Larger caches for Inductor while it lowers a program.
 
-A program that computes much again has many kernels that index alike. Inductor simplifies the same expressions
-for each, since it remembers no more than the last 128, and makes the rules of types anew for each operation.
-What is remembered here depends on nothing but its arguments, so that programs are the same. Seen to work with
-torch 2.13.
+A program that recomputes much has many kernels with the same indexing. Inductor simplifies the same
+expressions for each, since it caches only the last 128, and makes the rules of types anew for each operation.
+The cached functions depend on nothing but their arguments, so that programs are the same.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from planner._torch.patches import replaced
 
 _MOST = 1 << 15
-"""Expressions that are remembered, by function; most programs have a few thousand."""
+"""Expressions that are cached for each function; most programs have a few thousand."""
 
 
 @functools.cache

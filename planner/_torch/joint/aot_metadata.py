@@ -1,4 +1,4 @@
-"""What AOTAutograd's joint graphs say of their inputs, outputs, gradients and tangents."""
+"""AOTAutograd's metadata of joint graphs: their inputs, outputs, gradients and tangents."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def mutated_inputs(joint: torch.fx.GraphModule) -> frozenset[int]:
 
 
 def input_position(placeholder: torch.fx.Node) -> int | None:
-    """Which of the forward's inputs an input of the joint graph is; None for what is no plain input."""
+    """The position, among the forward's inputs, of an input of the joint graph; None for other inputs."""
     description = placeholder.meta.get("desc")
     return description.idx if isinstance(description, PlainAOTInput) else None
 
@@ -69,15 +69,15 @@ def _begins_backward(call: torch.fx.Node) -> bool:
 
 
 def places_among_tensors(joint: torch.fx.GraphModule) -> dict[int, int]:
-    """Which of the gradients that hooks of a compiled graph's autograd node are handed belongs to each of the
-    forward's inputs, by position: they are those of tensors alone, without symbolic sizes."""
+    """By position of the forward's inputs, the position of the gradient among those that hooks of a compiled
+    graph's autograd node get: these are gradients of tensors only, without symbolic sizes."""
     inputs = [n for n in forward_inputs(joint) if isinstance(n.meta.get("val"), torch.Tensor)]
     found = [input_position(n) for n in inputs]
     return {position: place for place, position in enumerate(found) if position is not None}
 
 
 def gradient_places(joint: torch.fx.GraphModule) -> dict[int, int]:
-    """Which outputs of a joint graph are the gradients of the forward's plain inputs, by their position."""
+    """Positions of the outputs of a joint graph that are gradients, by position of the forward's inputs."""
     found = {}
     for place, description in enumerate(joint.graph.output_node().meta["desc"]):
         if isinstance(description, GradAOTOutput) and isinstance(description.grad_of, PlainAOTInput):
@@ -86,7 +86,7 @@ def gradient_places(joint: torch.fx.GraphModule) -> dict[int, int]:
 
 
 def gradients_of_outputs(joint: torch.fx.Graph) -> dict[int, torch.Tensor]:
-    """The gradients that a joint graph was traced with, by position of the outputs that they are of.
+    """The gradients that a joint graph was traced with, by position of their outputs.
 
     Outputs that are views of another result or of an input are made outside of the graph, and have none.
     """
@@ -94,7 +94,7 @@ def gradients_of_outputs(joint: torch.fx.Graph) -> dict[int, torch.Tensor]:
 
 
 def gradients_of_results(joint: torch.fx.Graph) -> dict[int, torch.fx.Node]:
-    """The gradients of a joint graph, by position of one of the outputs that they are of.
+    """The gradients of a joint graph, by position of one of their outputs.
 
     Where several outputs are views of one result of the graph, its gradient is theirs.
     """

@@ -29,8 +29,8 @@ torch.fx.node.has_side_effect(torch.ops.aten._assert_async.default)
 def without_tokens() -> Iterator[None]:
     """Trace operators with effects as they are written.
 
-    AOTAutograd otherwise keeps them in order by tokens: inputs and outputs of the graph that no caller of
-    it knows. Here graphs run in the order in which they were traced, and dead code is no effect's.
+    AOTAutograd otherwise orders them by tokens: inputs and outputs of the graph that no caller knows of. Here
+    graphs run in the order in which they were traced, and no call with an effect is removed as dead code.
     """
     truth = effects.has_effects
 

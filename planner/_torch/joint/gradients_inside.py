@@ -1,8 +1,8 @@
-"""Gradients that a forward takes of its own results: what they must not meet outside of their graph.
+"""Gradients that a forward takes of its own results, and the inputs for which a graph gets them wrong.
 
-A captured graph differentiates by its inputs as if these had nothing to do with each other. In eager a
-gradient also goes through what one of them was computed from. So a graph that differentiates by an input must
-not be given another one that was computed from that.
+A captured graph differentiates by its inputs as if these were independent. In eager, where one input was
+computed from another, gradients flow from the one to the other. So a graph that differentiates by an input
+must not get another input that was computed from it.
 """
 
 from collections.abc import Collection, Sequence
@@ -42,8 +42,8 @@ def meet_outside(args: Sequence[Any], by: Collection[int], *, siblings: bool = T
     Args:
         args: The arguments.
         by: Positions of those by which it differentiates.
-        siblings: Whether results of one autograd function count as computed from each other, and what a copy
-            was made of as the copy. The capture hands out copies (planner/capture/graphs/graph_runner.py).
+        siblings: Whether results of one autograd function count as computed from each other, and originals
+            as their copies. The capture hands out copies (planner/capture/graphs/graph_runner.py).
     """
     starts = [edge_of(a) for a in args if isinstance(a, torch.Tensor) and a.grad_fn is not None] if by else []
     given = [args[i] for i in by] if starts else []

@@ -1,7 +1,7 @@
 """Graph modules whose Python code is written when it is first asked for.
 
-Nobody runs most of the graphs that are made on the way from a Dynamo graph to functions, and the code of one
-of a thousand operations takes a tenth of a second.
+Most of the graphs made on the way from a Dynamo graph to functions never run, and writing the code of one of
+a thousand operations takes a tenth of a second.
 """
 
 from collections.abc import Iterable
@@ -21,15 +21,15 @@ def graph_module(root: torch.nn.Module, graph: Graph) -> GraphModule:
 
 
 def written_when_needed() -> AbstractContextManager[None]:
-    """Within this, PyTorch makes such modules too."""
+    """A context in which PyTorch makes such modules too."""
     return _use_lazy_graph_module(True)
 
 
 def tell_sizes_alone(graph: torch.fx.GraphModule) -> None:
-    """Let what a Dynamo graph says of its results be sizes: not how they are differentiated, and no data.
+    """Reduce a Dynamo graph's example values to sizes: without autograd history and data.
 
-    For as long as the graph is kept that would keep the numbers that tensors were multiplied by, and tables
-    of integers that were computed while it was captured, each a tensor with data.
+    The graph would otherwise hold tensors with data: numbers that tensors were multiplied by, and tables of
+    integers that were computed during the capture.
     """
     for part in graph.modules():
         if not isinstance(part, torch.fx.GraphModule):
@@ -44,7 +44,7 @@ def _sizes_alone(value: Any) -> Any:
     if isinstance(value, (tuple, list)):  # or what operators return, whose members have names
         make = getattr(type(value), "_make", type(value))
         return make(list(map(_sizes_alone, value)))
-    # Of views that were written to its grad_fn may not be asked for.
+    # Do not read grad_fn: a view that was written to may raise.
     if type(value) is not FakeTensor or not (value.requires_grad or value.constant is not None):
         return value
     with no_dispatch():

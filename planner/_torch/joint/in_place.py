@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -17,9 +18,11 @@ from torch.fx.experimental.proxy_tensor import (
 
 from planner._torch.autograd import InfrastructureMode
 from planner._torch.execution.op_bindings import is_row_by_row, same_steps
-from planner._torch.joint.written_in_place import laid_out_like, mark
 from planner._torch.operators import OpOverload, uses_generator
 from planner._torch.patches import replaced
+
+IN_PLACE_OPERATOR = "planner_in_place"
+"""Key in a node's ``meta``: the operator that writes in place."""
 
 _MOVES = frozenset({
     "aten::copy_", "aten::fill_", "aten::zero_", "aten::index_put_", "aten::_index_put_impl_", "aten::put_",
@@ -33,7 +36,7 @@ _ROUND_COMPLEX_OTHERWISE = frozenset({"aten::addr_"})
 
 @contextlib.contextmanager
 def results_in_place() -> Iterator[None]:
-    """While tracing, the results of writes in place have the strides of what they were written to.
+    """A context for tracing: results of writes in place have the strides of the tensor that is written to.
 
     The nodes whose functional forms have other strides are marked, see :mod:`planner.graph.in_place`.
     """
@@ -51,7 +54,7 @@ def results_in_place() -> Iterator[None]:
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> Sequence[Any]:
-    """What an operator writes to in place, where another layout of the result may be seen."""
+    """The tensors that an operator writes to in place, where another layout of the result may be seen."""
     if not isinstance(func, OpOverload) or not args or not func._schema.name.endswith("_"):
         return ()
     if torch.Tag.inplace_view in func.tags:
@@ -68,7 +71,7 @@ def _written(func: Any, args: tuple[Any, ...]) -> Sequence[Any]:
 
 
 def _looks_at_rows(tensor: Any) -> bool:
-    """Whether a tensor is a view, and what it looks at stays contiguous when it is written through that."""
+    """Whether a tensor is a view whose base stays contiguous when it is written through the view."""
     base = tensor._base if tensor._is_view() else None
     return type(base) is FunctionalTensor and is_row_by_row(torch._from_functional_tensor(base.elem))
 
@@ -139,3 +142,13 @@ def _moved(results: Sequence[torch.Tensor], written: Sequence[torch.Tensor], fun
         call.meta["val"] = [node.meta["val"] for node in nodes]
         mark(call, func)
     return moved
+
+
+def mark(node: Node, operator: Any) -> None:
+    """Let a node run as a write in place by ``operator``, which takes the arguments that the node has."""
+    node.meta[IN_PLACE_OPERATOR] = operator
+
+
+def laid_out_like(tensor: torch.Tensor) -> torch.Tensor:
+    """An uninitialised tensor of the same shape, strides and type."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

@@ -20,7 +20,7 @@ from planner._torch.versions import set_version
 
 @contextlib.contextmanager
 def strides_of_results() -> Iterator[None]:
-    """Within this, graphs are compiled to hand out such results with the strides of the views."""
+    """A context in which graphs are compiled to hand out such results with the strides of the views."""
     compile_ = AOTDispatchAutograd.post_compile
 
     def post_compile(spec: Any) -> Any:
@@ -39,7 +39,7 @@ def strides_of_results() -> Iterator[None]:
 
 
 def _by_themselves(forward: Callable[[list[Any]], Any], views: Sequence[int]) -> Callable[[list[Any]], Any]:
-    """A forward that returns these of its results as tensors by themselves, no views, of the same memory."""
+    """A forward that returns some of its results as tensors of the same memory that are no views."""
 
     def run(args: list[Any]) -> list[Any]:
         results = list(forward(args))

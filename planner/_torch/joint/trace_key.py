@@ -1,8 +1,8 @@
-"""What the joint graph of a Dynamo graph depends on, as a key to look it up by.
+"""The cache key of a joint graph: all facts about the Dynamo graph that it depends on.
 
-Two graphs of the same key are traced by AOTAutograd into the same joint graph. Whatever might make a
-difference and cannot be compared has no key: constants with data, code and operators that are not PyTorch's
-own, symbolic sizes, subclasses of tensors, modes of the caller's.
+AOTAutograd traces two graphs of the same key into the same joint graph. A graph has no key if it depends on
+something that cannot be compared: constants with data, code and operators that are not PyTorch's own,
+symbolic sizes, subclasses of tensors, modes of the caller.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -47,7 +47,7 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 class _NoKeyError(Exception):
-    """Something that may make a difference cannot be compared."""
+    """The graph depends on something that cannot be compared."""
 
 
 def trace_key(

@@ -1,9 +1,8 @@
-"""A joint graph that was traced before in this process is copied.
+"""A cache of joint graphs that were traced before in this process; they are copied.
 
 The same graphs are traced when a plan is made, when it first runs, and when the model is planned for another
-budget; tracing is a good part of what these take. What is left out is what AOTAutograd does to find out about
-inputs and outputs, and ``make_fx``; what it makes of the graph afterwards is done each time. Tested with
-torch 2.13.
+budget; tracing is a good part of the time that these take. The cache saves AOTAutograd's collection of
+metadata, and ``make_fx``; its later work on the graph is done each time.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ from planner._torch.without_data.fake_values import times_asked_for_data
 graph_capture, graph_compile = of_graphs("torch._functorch._aot_autograd", "graph_capture", "graph_compile")
 
 _MOST_NODES = 30_000
-"""Of the graphs that are kept, those that were used last."""
+"""How many graphs are kept: those that were used last."""
 _META_WITH_TENSORS = {"val", "eager_input_vals"}
 _COPIES = torch.ops.aten.lift_fresh_copy.default
 _COLLECTS = "run_functionalized_fw_and_collect_metadata"
@@ -38,13 +37,13 @@ _COLLECTS = "run_functionalized_fw_and_collect_metadata"
 
 @dataclass(frozen=True)
 class Traced:
-    """What was traced.
+    """One trace.
 
     Attributes:
         graph: The joint graph.
         constants: Tensors that it makes of numbers in the code, by name; it copies them, and writes to none.
-        metadata: What was found out about its inputs and outputs.
-        asked: What that was asked with besides, by name.
+        metadata: AOTAutograd's metadata of its inputs and outputs.
+        asked: The keyword arguments that the metadata were collected with.
     """
 
     graph: Graph
@@ -71,7 +70,7 @@ class TracedBefore:
 
     @contextlib.contextmanager
     def used_for(self, key: Hashable | None) -> Iterator[None]:
-        """While one graph is compiled by AOTAutograd, its joint graph is taken from here, or kept here.
+        """A context in which AOTAutograd compiles one graph, whose joint graph is taken from here or kept.
 
         Args:
             key: What the graph depends on; None for one that is always traced.
@@ -87,7 +86,7 @@ class TracedBefore:
             mode, metadata = detect_fake_mode(flat_args), kwargs["fw_metadata"]
             with self._traces(key, mode) as traced:
                 result = dispatch(flat_fn, flat_args, *args, **kwargs)
-            # What tracing notes in the metadata, it would have to note again.
+            # Tracing writes into the metadata, and would have to write again.
             noted = metadata.indices_of_inputs_that_requires_grad_with_mutations_in_bw or metadata.tokens
             if traced and collected and not noted:
                 before, asked, times = collected[0]
@@ -104,8 +103,8 @@ class TracedBefore:
     def _collects(
         self, key: Hashable, collected: list[tuple[Any, dict[str, Any], int]]
     ) -> Callable[..., Callable[..., Any]]:
-        """In place of the function that finds out about inputs and outputs; adds what that finds to
-        ``collected``, with how it was asked and how often data had been asked for before."""
+        """A replacement of the function that collects metadata. It adds these to ``collected``, with the
+        keyword arguments, and how often data had been asked for before."""
         original = getattr(aot_autograd, _COLLECTS)
 
         def collects(flat_fn: Any, **asked: Any) -> Callable[..., Any]:
@@ -127,8 +126,8 @@ class TracedBefore:
 
     @contextlib.contextmanager
     def _traces(self, key: Hashable, mode: Any) -> Iterator[list[tuple[Graph, dict[str, torch.Tensor]]]]:
-        """Within this, the graph of a key is not traced where it is there; yields a copy of one that was, and
-        its constants."""
+        """A context in which the graph of a known key is not traced; yields a copy of the kept one, and its
+        constants."""
         create, traced = graph_capture._create_graph, list[tuple[Graph, dict[str, torch.Tensor]]]()
 
         def create_once(*args: Any, **kwargs: Any) -> GraphModule:
@@ -156,9 +155,9 @@ class TracedBefore:
 
 
 def _constants(module: GraphModule) -> dict[str, torch.Tensor] | None:
-    """The tensors that a graph holds, by name; None where it does more with one than to copy it.
+    """The tensors that a graph holds, by name; None where it does more with one than copy it.
 
-    What they hold follows from the graph that was traced: that has no data, only numbers to make tensors of.
+    Their values follow from the Dynamo graph, which has no data, only numbers that tensors are made of.
     """
     found: dict[str, torch.Tensor] = {}
     for node in module.graph.find_nodes(op="get_attr"):

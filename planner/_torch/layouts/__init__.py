@@ -1,1 +1,1 @@
-"""How the results of kernels lie in memory, also where PyTorch says otherwise."""
+"""Strides of kernels' results, where PyTorch's shape functions tell other ones."""

@@ -1,4 +1,4 @@
-"""Strides of results that are computed element by element.
+"""Strides of results of element-wise operators.
 
 Kernels of such operators lay their results out by one rule, that of PyTorch's tensor iterator (``build`` in
 ``aten/src/ATen/TensorIterator.cpp``). Its shape functions in Python follow it, but not where a dimension has
@@ -180,7 +180,7 @@ def _contiguous(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def strides_of(operator: Any, args: Sequence[Any]) -> tuple[int, ...] | None:
-    """The strides of a result that is computed element by element; None if PyTorch tells them right."""
+    """The strides of an element-wise operator's result; None if PyTorch tells them right."""
     forms: list[Form] = []
     for position in ELEMENTWISE[operator]:
         operand = args[position]

@@ -30,7 +30,7 @@ def suggested_by(position: int) -> Layout:
 
 
 def made_contiguous(position: int) -> Layout:
-    """As this argument, where it is contiguous or channels-last, whatever the strides of single elements."""
+    """As this argument, where it is contiguous or channels-last, strides of dimensions of one included."""
 
     def laid_out(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
         source = args[position]
@@ -72,14 +72,16 @@ _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
 
 def normalised_backward(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
-    found = _format_of_batch_norm_gradient(args[0], args[1], args[7])
+    memory_format = _format_of_batch_norm_gradient(args[0], args[1], args[7])
     if result.shape != args[1].shape:
         return result
-    return _strided(result, args[1].stride()) if found is torch.preserve_format else _new(result, found)
+    if memory_format is torch.preserve_format:
+        return _strided(result, args[1].stride())
+    return _new(result, memory_format)
 
 
 def like(position: int) -> Layout:
-    """As what is made like this argument."""
+    """As ``empty_like`` of this argument."""
 
     def laid_out(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
         source = args[position]
@@ -118,12 +120,12 @@ def _strided(result: torch.Tensor, strides: Sequence[Any]) -> torch.Tensor:
 def _format_of_batch_norm_gradient(
     gradient: torch.Tensor, image: torch.Tensor, training: bool
 ) -> torch.memory_format:
-    """How the gradient of what PyTorch's own kernels normalise in batches lies, as ``Normalization.cu`` says.
+    """The format of the input's gradient of PyTorch's own batch normalisation, as in ``Normalization.cu``.
 
     Args:
-        gradient: That of the result.
-        image: What was normalised.
-        training: Whether by its own mean and variance.
+        gradient: The gradient of the result.
+        image: The input.
+        training: Whether it was normalised by its own mean and variance.
     """
     last = image.dim() == 5 and image.is_contiguous(memory_format=torch.channels_last_3d)
     if not training or not (last or _by_channels(image)):

@@ -1,8 +1,5 @@
-"""Which layouts the results of operators have, by kernel.
-
-Listed are the operators of which PyTorch's shape functions tell other strides than the kernels give. Tested
-with torch 2.13.
-"""
+"""Layouts of operators' results: a list of the operators whose shape functions tell other strides than their
+kernels give."""
 
 from typing import Any
 
@@ -81,4 +78,4 @@ UNKNOWN_ON_CUDA = {getattr(torch.ops.aten, name).default for name in (
     "native_group_norm_backward", "reflection_pad2d_backward",
     "replication_pad2d_backward", "log_sigmoid_forward",
 )}  # fmt: skip
-"""Operators of which CUDA's kernels are taken to give the strides that PyTorch says."""
+"""Operators whose kernels on CUDA are assumed to give the strides of PyTorch's shape functions."""

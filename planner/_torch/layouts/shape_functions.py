@@ -1,4 +1,4 @@
-"""Shape functions of PyTorch that tell other shapes or layouts than the kernels make."""
+"""Corrections of PyTorch's shape functions that tell other shapes or layouts than the kernels make."""
 
 import contextlib
 import functools
@@ -38,17 +38,17 @@ def widen_grouped_products() -> None:
 
 
 _REMEMBERED: dict[Any, Any] = {}
-"""What is remembered of calls without data under these layouts, apart from what PyTorch remembers."""
+"""A cache of calls without data under these layouts, apart from PyTorch's."""
 _REMEMBERED_OF_CUDA: dict[object, dict[Any, Any]] = {}
 """The same where the CPU stands for CUDA, by kind of device."""
 
 
 @contextlib.contextmanager
 def layouts_of_kernels() -> Iterator[None]:
-    """Without data, results on the CPU and on CUDA have the strides that their kernels give them.
+    """A context in which results without data, on the CPU and on CUDA, have the strides of their kernels.
 
     PyTorch's shape functions of some operators keep the order of transposed inputs where kernels do not, or
-    the other way round, and then take copies of the result for views, or views for copies.
+    the other way round. Later operations then take copies of the result for views, or views for copies.
     """
     remembered = FakeTensorMode.cache
     if remembered is _REMEMBERED or _corrections_of_cuda is not None:
@@ -71,20 +71,20 @@ def layouts_of_kernels() -> Iterator[None]:
 
 
 Correction = Callable[[Any, tuple[Any, ...]], Any]
-"""The results of an operator, given what PyTorch says without data, and the arguments."""
+"""The results of an operator, given PyTorch's results without data, and the arguments."""
 
 _corrections_of_cuda: Mapping[Any, Correction] | None = None
 
 
 @contextlib.contextmanager
 def cpu_stands_for_cuda(corrections: Mapping[Any, Correction], kind: object) -> Iterator[None]:
-    """Within this, inside of :func:`layouts_of_kernels`, tensors without data on the CPU stand for some on a
-    CUDA device, and have their layouts.
+    """A context, inside of :func:`layouts_of_kernels`, in which tensors without data on the CPU stand for
+    tensors on a CUDA device, and have their layouts.
 
     Args:
-        corrections: By operator, what corrects its results where PyTorch asks for the device to tell them.
-            All of them must be operators whose layouts on the CPU are corrected too.
-        kind: What else the layouts depend on.
+        corrections: By operator, the correction of its results on CUDA. All of them must be operators whose
+            layouts on the CPU are corrected too.
+        kind: Further facts that the layouts depend on.
     """
     global _corrections_of_cuda
     before, _corrections_of_cuda = _corrections_of_cuda, corrections
@@ -137,7 +137,7 @@ def _decomposed(operator: Any, shapes: Callable[..., Any], layout: Layout) -> Ca
 
 
 def _underway(operator: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function in which this operator's results have PyTorch's layout: a layout may ask for that."""
+    """Call a function in which this operator's results have PyTorch's own layout, which a layout may need."""
     before, _UNDERWAY.operator = _UNDERWAY.operator, operator
     try:
         return function(*args, **kwargs)
@@ -184,7 +184,7 @@ def _laid_out(operator: Any, shapes: Callable[..., Any], layout: Layout) -> Call
 
 
 _STATISTICS = ("native_group_norm", "native_layer_norm", "batch_norm")
-"""Names of normalisations, which return statistics behind their result, contain one of these."""
+"""Parts of names of normalisations, which return statistics after their result."""
 
 
 def _typed(operator: Any, results: Any, args: tuple[Any, ...]) -> Any:

@@ -14,7 +14,7 @@ _PREFIX = "planner "
 
 
 def marked(number: int, mark: str) -> AbstractContextManager[Any]:
-    """Mark the operations that Dynamo traces in here; marks inside each other add up.
+    """A context that marks the operations that Dynamo traces in it; nested marks add up.
 
     Args:
         number: Tells this from other marks of the same text.

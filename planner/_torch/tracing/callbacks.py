@@ -1,8 +1,7 @@
 """Which callback Dynamo calls for a function that is compiled, by us or by the user.
 
 While a plan is made, parts of the model that the user compiles run uncompiled: compiled programs cannot run
-on tensors without data (Inductor's end the process), and Dynamo traces what they were made of. Tested with
-torch 2.13.
+on tensors without data (Inductor's end the process), and Dynamo traces the original functions.
 """
 
 import contextlib
@@ -39,7 +38,7 @@ _COMPILING = ("torch._higher_order_ops.", "torch.nn.attention.flex_attention")
 
 
 class _Running(threading.local):
-    """What was called in this thread since its parts run uncompiled; None while they run compiled."""
+    """The functions that ran uncompiled in this thread; None while they run compiled."""
 
     called: list[Callable[..., Any]] | None = None
 
@@ -49,8 +48,8 @@ _running = _Running()
 
 @functools.cache
 def call_ours_in_any_stance() -> None:
-    """Have Dynamo call our callbacks whatever stance is set, and no other backend in their place; none for
-    what runs uncompiled."""
+    """Have Dynamo call our callbacks under every stance, with no other backend in their place, and no
+    callback for functions that run uncompiled."""
     by_stance = eval_frame._callback_from_stance
 
     def callback_of(callback: Any) -> Any:
@@ -63,10 +62,10 @@ def call_ours_in_any_stance() -> None:
 
 @contextlib.contextmanager
 def parts_run_uncompiled() -> Iterator[list[Callable[..., Any]]]:
-    """Within this, what the user compiled runs as it was written, in this thread.
+    """A context in which functions that the user compiled run as written, in this thread.
 
     Yields:
-        The functions that were called so, each once.
+        The functions that ran so, each once.
     """
     call_ours_in_any_stance()
     before, called = _running.called, list[Callable[..., Any]]()
@@ -78,7 +77,7 @@ def parts_run_uncompiled() -> Iterator[list[Callable[..., Any]]]:
 
 
 def _runs_uncompiled(callback: object) -> bool:
-    """Whether a call that is about to be compiled by a callback of the user's is to run as it was written."""
+    """Whether a call that a callback of the user's is about to compile should run as written."""
     called = _running.called
     if called is None or callback in (None, False):
         return False
@@ -107,7 +106,7 @@ def _is_wrapped(call: object) -> bool:
 
 
 def name_of(function: Callable[..., Any]) -> str | None:
-    """The name of a function that was compiled; None of what is called for a module."""
+    """The name of a compiled function; None for a module's call."""
     function = inspect.unwrap(function)
     if isinstance(getattr(function, "__self__", function), torch.nn.Module):
         return None

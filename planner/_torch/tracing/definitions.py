@@ -1,6 +1,6 @@
-"""Whether what a capture has followed is still as it was: classes, functions, switches. Dynamo assumes it.
+"""Checks that definitions that a capture has followed are unchanged: classes, functions, switches.
 
-A patch (``nn.LayerNorm.forward = ...``) after the first step would otherwise go unnoticed. Comparing
+Dynamo assumes it: a patch (``nn.LayerNorm.forward = ...``) after the first step would go unnoticed. Comparing
 whole classes at every step would cost too much; comparing the version number that Python keeps of a
 dictionary does not.
 """
@@ -24,8 +24,8 @@ _NOT_IN_A_FORWARD = frozenset({
     "state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict",
     "save", "load", "compile", "manual_seed", "seed",
 })  # fmt: skip
-"""What makes, copies, stores or prints objects. Dynamo itself exchanges ``Module.__init__`` and
-``Module.__setstate__`` when it first compiles."""
+"""Methods that make, copy, store or print objects do not count. Dynamo itself exchanges ``Module.__init__``
+and ``Module.__setstate__`` when it first compiles."""
 
 
 def _precision(library: str, kind: str) -> str:
@@ -33,7 +33,7 @@ def _precision(library: str, kind: str) -> str:
 
 
 _SHARED = (torch.Tensor, torch, torch.nn.functional)
-"""What every forward looks functions up in."""
+"""The modules and classes that every forward looks functions up in."""
 _MKLDNN, _CUDNN = "torch.backends.mkldnn.enabled", "torch.backends.cudnn.enabled"
 _TRACED_BY: dict[str, Callable[[], object]] = {
     "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
@@ -43,7 +43,7 @@ _TRACED_BY: dict[str, Callable[[], object]] = {
     _MKLDNN: torch._C._get_mkldnn_enabled,
     _CUDNN: torch._C._get_cudnn_enabled,
 }
-"""Switches by which a trace has the one or the other operation, and on which Dynamo has no guards."""
+"""Switches that decide which operations a trace has, and on which Dynamo has no guards."""
 DETERMINISTIC = "torch.use_deterministic_algorithms"
 _RUN_BY: dict[str, Callable[[], object]] = {
     DETERMINISTIC: torch.are_deterministic_algorithms_enabled,
@@ -61,12 +61,12 @@ _RUN_BY: dict[str, Callable[[], object]] = {
         ("mkldnn.conv", "mkldnn", "conv"),
     )
 }
-"""Switches by which one operation takes the one or the other kernel when it runs."""
+"""Switches that decide which kernel an operation takes when it runs."""
 _READ = tuple(_RUN_BY.values())
 
 
 def kernel_switches() -> tuple[object, ...]:
-    """The switches by which operations choose a kernel when they run, as they are."""
+    """The present state of the switches by which operations choose a kernel when they run."""
     return tuple([read() for read in _READ])
 
 
@@ -76,7 +76,7 @@ def switched(before: tuple[object, ...], now: tuple[object, ...]) -> list[str]:
 
 
 class Definitions:
-    """Switches, and the functions of tensors, of ``torch`` and of the classes in a module, as they are."""
+    """A snapshot of switches, and of the functions of tensors, of ``torch`` and of a module's classes."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._known: dict[int, _Owner] = {}
@@ -86,14 +86,14 @@ class Definitions:
         self.include(module)
 
     def include(self, module: torch.nn.Module) -> None:
-        """Add the classes of a module that are not known yet, as they are now."""
+        """Add the present definitions of a module's classes that are not in the snapshot yet."""
         kinds = {kind for part in parts_of(module) for kind in type(part).__mro__[:-1]}
         for kind in kinds:
             if id(kind) not in self._known:
                 self._known[id(kind)] = _Owner(kind)
 
     def changed(self) -> str | None:
-        """A function or switch that is no longer what it was, as ``LayerNorm.forward``; None if all are."""
+        """The name of a function or switch that has changed, as ``LayerNorm.forward``; None if none has."""
         for switch, read, before in self._switches:
             if read() != before:
                 return switch

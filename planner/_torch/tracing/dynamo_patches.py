@@ -44,8 +44,8 @@ create_build_tuple, create_call_function = of_graphs(
 _backends: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _compiling: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _BOOKKEEPING = {"transformers.utils.output_capturing", "planner.blocks.decorators"}
-"""Modules that ask for the sake of what Dynamo can follow, and compute the same either way: they get the true
-answer."""
+"""Modules that ask only to avoid code that Dynamo cannot trace, and compute the same either way: they get the
+true answer."""
 _QUESTIONS = ("is_compiling", "is_dynamo_compiling", "_is_in_optimized_module")
 
 
@@ -53,11 +53,11 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
     """Have Dynamo trace for this backend what eager runs.
 
     Libraries ask ``torch.compiler.is_compiling()`` and then compute the same in another way, which differs in
-    the last bits or in memory. They are told that they are not. PyTorch's own code gets the true answer.
+    the last bits or in memory. They get the answer no. PyTorch's own code gets the true answer.
 
     Args:
         backend: The backend.
-        compiling: Libraries get the true answer, too: what they compute is compared with the compiled step.
+        compiling: Libraries get the true answer, too: the step is compared with the compiled one.
     """
     _backends.add(backend)
     if compiling:
@@ -80,7 +80,7 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
 
 
 def end_graphs_at_plans() -> None:
-    """Let the user's own ``torch.compile`` call what is installed in a module in place of its call."""
+    """Let the user's own ``torch.compile`` run the call that is installed in a module."""
     call_planned_modules(_is_ours)
 
 
@@ -131,9 +131,9 @@ def _keeps_books(tx: Any) -> bool:
 
 @functools.cache
 def _round_like_eager() -> None:
-    """Leave operators whole that Dynamo takes apart, into operations that round otherwise.
+    """Keep operators whole that Dynamo takes apart into operations that round otherwise.
 
-    It has settings for those that it takes apart as methods, see ``enable_dynamo_decompositions``.
+    For those that it takes apart as methods it has a setting, ``enable_dynamo_decompositions``.
     """
     for whole in (torch.addcdiv, torch._foreach_lerp_):
         if (taken_apart := handler_of(whole)) is not None:
@@ -193,7 +193,7 @@ def _rest_of_iterator(iterator: Any, codegen: Any) -> None:
 def said_once() -> set[Callable[..., Any]]:
     """The methods by which transformers logs a text once.
 
-    It was logged when the step first ran, so that no graph need end there.
+    The text was logged when the eager step ran, so no graph needs to end there.
     """
     named = [getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")]
     return {function for function in named if function is not None}
@@ -217,9 +217,11 @@ _FOLLOWED = (
 
 @contextlib.contextmanager
 def go_on_inside_modules() -> Iterator[None]:
-    """Where a region is called inside nn.Transformer or a container, go on inside: Dynamo follows calls into
-    PyTorch's modules, but after a break it leaves them to run as written. It follows none into what
-    quantisation in training puts around every module."""
+    """Capture the code of nn.Transformer and of containers after a break, as where they call a region.
+
+    Dynamo traces calls into PyTorch's modules, but after a break it lets their code run as written. It traces
+    no calls into the wrappers that quantisation in training puts around every module.
+    """
     folder = Path(torch.__file__).parent.as_posix()
     files = get_legacy_mod_inlinelist()
     added = {f"{folder}/{name}" for name in _FOLLOWED} - files

@@ -1,4 +1,4 @@
-"""Errors of tracing that are handled, or told by one of ours, are not printed as well."""
+"""Do not print errors of tracing that are handled, or that an error of ours reports."""
 
 import contextlib
 import logging
@@ -9,12 +9,12 @@ from torch import _guards
 from torch._subclasses import fake_tensor
 
 _LOGS = (_guards.log, fake_tensor.log)
-"""These log an error, with all that PyTorch called, and raise it: one of a guard, or of a shape function."""
+"""Loggers of errors of guards and shape functions, which PyTorch logs with their stack, and raises too."""
 
 
 @contextlib.contextmanager
 def not_logged_as_well() -> Iterator[None]:
-    """Within this, in this thread, they only raise it, unless ``TORCH_LOGS`` asks for what they log."""
+    """A context in which they log nothing in this thread, unless ``TORCH_LOGS`` asks for it."""
     thread = threading.get_ident()
 
     def of_others(record: logging.LogRecord) -> bool:

@@ -1,7 +1,7 @@
-"""States of the random generator that captures put back take none of a step's memory.
+"""Captures save and restore the random generator's state without taking memory of the step.
 
-Dynamo and AOTAutograd copy it into tensors, three of 5,056 bytes at once. A part of a forward that is
-captured while the step is at its peak would take these above it.
+Dynamo and AOTAutograd copy the state into tensors, three of 5,056 bytes at once. Where a part of a forward is
+captured while the step is at its peak, these would raise the peak.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ from torch._functorch import aot_autograd
 
 from planner._torch.patches import replaced
 
-# What is drawn to compare states, one thread at a time.
+# Numbers that are drawn to compare states, by one thread at a time.
 _LOCK = threading.Lock()
 _WORDS = torch.zeros(2, dtype=torch.int64, device="cpu")
 _NUMBERS = [torch.zeros(1, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)]
 
 
 class _State:
-    """The state of the CPU's generator, in a generator of its own."""
+    """The state of the CPU's generator, kept in another generator."""
 
     def __init__(self) -> None:
         self._generator = torch.default_generator.clone_state()
@@ -33,21 +33,21 @@ class _State:
         return _WORDS.data_ptr()
 
     def put_back(self) -> None:
-        """Set the state again, if it is another one."""
+        """Restore the state, if it has changed."""
         now = torch.default_generator.clone_state()
         if _what_follows(now) != _what_follows(self._generator.clone_state()):
             torch.default_generator.set_state(self._generator.get_state())
 
 
 def _what_follows(generator: torch.Generator) -> tuple[Any, ...]:
-    """What a generator draws next, into tensors that are there. It keeps one of two normal numbers back."""
+    """The next numbers of a generator, drawn into existing tensors; normal ones too: it keeps one of two."""
     with _LOCK, torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
         normal = [numbers.normal_(generator=generator).tolist() for numbers in _NUMBERS]
         return generator.initial_seed(), normal, _WORDS.random_(generator=generator).tolist()
 
 
 class _Random:
-    """``torch.random`` as those who put states back use it."""
+    """``torch.random`` for PyTorch's code that restores states."""
 
     get_rng_state = staticmethod(_State)
 
@@ -82,7 +82,7 @@ def _keeping(function: Any) -> FunctionType:
 
 @contextlib.contextmanager
 def states_apart() -> Iterator[None]:
-    """While a function is captured, states of the generator take no memory that counts."""
+    """A wrapper of a function that captures: saved states of the generator take no memory that counts."""
     preserve_rng_state = _keeping(aot_autograd.preserve_rng_state.__wrapped__)  # type: ignore[attr-defined]
     with (
         replaced(convert_frame, {"trace_frame": _keeping(convert_frame.trace_frame)}),

@@ -1,9 +1,9 @@
-"""What keeps Dynamo from tracing a frame, or from running what was made of it.
+"""Hindrances: they keep Dynamo from tracing a frame, or from running the captured code.
 
-Users switch their own ``torch.compile`` off, or tell it what to do with what is new
+Users switch their own ``torch.compile`` off, or tell it what to do with new code
 (``torch.compiler.set_stance``, ``TORCH_COMPILE_DISABLE=1``, ``TORCHDYNAMO_DISABLE=1``). Plans use Dynamo to
-trace only, and are followed all the same. Frames that cannot be captured, dispatch modes and other threads
-that trace do keep it from tracing.
+trace only, so they are followed all the same. Real hindrances are frames that cannot be captured, dispatch
+modes, and other threads that trace.
 """
 
 import contextlib
@@ -39,14 +39,14 @@ _SWITCH = "TORCHDYNAMO_DISABLE"
 
 
 class RunsAsItIs(Callback):
-    """Dynamo's callback, by which a frame that cannot be captured runs as it is.
+    """A callback for Dynamo with which a frame that cannot be captured runs as it is.
 
-    Where a graph ends inside, what Dynamo makes holds itself, with an error that was raised; that holds all
-    callers, and these their tensors, until the garbage is collected.
+    Where a graph ends inside the frame, Dynamo leaves a reference cycle that holds an error. The error holds
+    all callers, and these their tensors, until garbage is collected.
 
     Args:
         callback: The callback that captures.
-        failed: Called with the error; raises what is to be raised.
+        failed: Called with the error; raises it, or another one, if the user should see it.
     """
 
     def __init__(self, callback: Any, failed: Callable[[Exception], None]) -> None:
@@ -65,21 +65,21 @@ class RunsAsItIs(Callback):
 
 
 def left_alone() -> Any:
-    """What a callback returns for a frame to run as it is, this time, with all that it calls."""
+    """The result of a callback that lets a frame run as it is, with all calls in it, this time only."""
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     return ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False)
 
 
 def looked_into() -> Any:
-    """What a callback returns for a frame to run as it is from now on, with what it calls captured."""
+    """The result of a callback that lets a frame run as it is from now on; calls in it are captured."""
     return ConvertFrameReturn(frame_exec_strategy=_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 
 
 def guarded(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, and the code that runs is the one whose guards hold.
+    """The same function; the captured code that runs is the one whose guards hold.
 
-    They are checked also where the stance says that any code fits, and after the end of a trace in another
-    thread: while that goes on, PyTorch takes this one for tracing too.
+    Guards are checked even where the user's stance says that any code fits, and after a trace in another
+    thread has ended: while that runs, PyTorch takes this thread for tracing too.
     """
 
     @functools.wraps(compiled)
@@ -97,8 +97,8 @@ def guarded(compiled: Callable[..., Any]) -> Callable[..., Any]:
 def trace_methods_of(module: torch.nn.Module) -> None:
     """Have Dynamo look again at the methods of a module and its parts.
 
-    A break in a loop makes it leave the method alone that the loop is in, for good and for whatever is
-    compiled, by the user's ``torch.compile`` too; in our captures it goes on.
+    After a break in a loop it skips the method that has the loop, for good and for all who compile. Our
+    captures go on inside such loops, but the user's own ``torch.compile`` may have broken there before.
     """
     look = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
     kinds = {kind for part in parts_of(module) for kind in type(part).__mro__}
@@ -132,7 +132,7 @@ def no_other_thread_traces() -> Iterator[None]:
 
 
 class _InThisThread:
-    """True in the thread that made it, and false in all others."""
+    """An object that is true in the thread that made it, and false in all others."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -143,25 +143,25 @@ class _InThisThread:
 
 @contextlib.contextmanager
 def _compiling_here() -> Iterator[None]:
-    """Have ``torch.compiler.is_compiling()`` say so in this thread alone.
+    """Have ``torch.compiler.is_compiling()`` be true in this thread alone.
 
-    PyTorch says so in every thread. Optimizers that step meanwhile would keep their counts of steps in single
-    precision, as they do in compiled code, and round differently.
+    PyTorch makes it true in every thread. Optimizers that step meanwhile would keep their counts of steps in
+    single precision, as in compiled code, and round differently.
     """
     with replaced(torch.compiler, {"_is_compiling_flag": _InThisThread()}):
         yield
 
 
 END_IT = "Call the planned module outside of it, or use planner.remove(model) for as long as it is on"
-"""What to do about a mode of the user's that hinders."""
+"""The next step where a mode of the user's hinders."""
 
 
 def hindering_mode() -> str | None:
-    """What is said of a mode of the user's that is on and under which no step runs by a plan, if one is.
+    """Describe an active mode of the user's under which no step runs by a plan; None if there is none.
 
     Under dispatch modes, as ``FlopCounterMode``, Dynamo leaves all frames alone. Transforms of functions and
-    forward-mode differentiation go through operations one by one. Hooks on saved tensors, but for those of
-    PyTorch, which hand back what they were given, are made for what the step saves without a plan.
+    forward-mode differentiation go through operations one by one. Hooks on saved tensors are made for the
+    tensors that the step saves without a plan; only PyTorch's own do no harm, which return what they get.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return f"{_transform()} is on, and plans do not go through transforms of functions"
@@ -186,15 +186,15 @@ def _transform() -> str:
 
 
 def saved_tensors_are_changed() -> bool:
-    """Whether hooks of the user's are on that may hand back others than the tensors that a step saves."""
+    """Whether hooks of the user's are active that may return other tensors than the saved ones."""
     hooks = hooks_on_saved_tensors()
     return hooks is not None and not _is_of_torch(hooks[0])
 
 
 def checkpoint_that_is_on() -> object:
-    """What tells the innermost ``torch.utils.checkpoint`` that goes on here from others; None without one.
+    """An object that identifies the innermost running ``torch.utils.checkpoint``; None without one.
 
-    One with ``use_reentrant=True`` runs without gradients, and is none.
+    One with ``use_reentrant=True`` does not count: it runs its part without gradients.
     """
     hooks = hooks_on_saved_tensors()
     is_one = hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__

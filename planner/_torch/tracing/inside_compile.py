@@ -20,13 +20,13 @@ A_REGION = "a region"
 """How the reason begins for which a graph ends where a region is called."""
 REGION = "a region of the plan begins, which is graphs of its own"
 RUNS_A_PLAN = "_planner_runs_a_plan"
-"""An attribute of what is installed in place of a planned module's call."""
+"""An attribute of the call that is installed in a planned module."""
 ENDS_A_GRAPH = "_planner_ends_a_graph"
-"""The same of a part of a planned module that is to be graphs of its own."""
+"""The same for a part of a planned module that is graphs of its own."""
 
 
 def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that ``torch.compile`` calls as it is, with all that it calls."""
+    """A function that ``torch.compile`` calls uncompiled, with all calls in it."""
     compiled: Callable[..., Any] = disable(function, REASON)
     return compiled
 
@@ -35,7 +35,7 @@ def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def call_planned_modules(is_ours: Callable[[Any], bool]) -> None:
     """End a graph of the user's own ``torch.compile`` where a planned module is called.
 
-    Dynamo follows what a module's class does and passes by what is installed in place of its call.
+    Dynamo traces the methods of a module's class, and misses the call that is installed in the module.
 
     Args:
         is_ours: Whether Dynamo traces for a plan; a planned part of a planned module runs by the outer plan.

@@ -1,8 +1,8 @@
-"""Look for PyTorch's functions by name, where users may have put wrappers.
+"""Calls of PyTorch's functions by name, where users may have put wrappers under these names.
 
-Dynamo takes what it finds under such a name (``F.relu``) for PyTorch's, and does not look inside. The code of
-its graphs calls functions and methods by name, and functions of PyTorch's that are called under a mode call
-themselves by name: a wrapper would run twice.
+Dynamo takes any function that it finds under such a name (``F.relu``) for PyTorch's, and does not look
+inside. The code of its graphs calls functions and methods by name, and PyTorch's functions that are called
+under a mode call themselves by name: a wrapper would run twice.
 """
 
 import functools
@@ -20,7 +20,7 @@ _CALLABLES = (FunctionType, BuiltinFunctionType, MethodDescriptorType)
 
 
 def look_inside_wrappers(rules: dict[Any, Any]) -> None:
-    """Have Dynamo follow functions of users' that it found under names of PyTorch's.
+    """Have Dynamo trace into users' functions that it found under PyTorch's names.
 
     Args:
         rules: Dynamo's, by the function. Changed in place.
@@ -30,7 +30,7 @@ def look_inside_wrappers(rules: dict[Any, Any]) -> None:
 
 
 def call_what_was_captured(graph: GraphModule) -> None:
-    """Let a Dynamo graph call the very functions that it was captured with, whatever their names stand for.
+    """Let a Dynamo graph call the very functions that it was captured with, whatever has their names now.
 
     To be called by the backend that Dynamo hands the graph to.
     """
@@ -48,7 +48,7 @@ def call_what_was_captured(graph: GraphModule) -> None:
 
 
 def _hidden(node: Node) -> Any | None:
-    """What a node is to call, where its name now stands for something else."""
+    """The function that a node should call, where its name now stands for another one."""
     if node.op == "call_method":
         name = str(node.target)
         return getattr(torch._C.TensorBase, name, None) if _is_replaced(name) else None
@@ -76,7 +76,7 @@ def _is_replaced(method: str) -> bool:
 
 @functools.cache
 def _by_object(function: Any) -> Callable[..., Any]:
-    """A function that torch.fx does not take for one of PyTorch's, and calls as the object that it is."""
+    """A copy of a function that torch.fx does not take for PyTorch's, and so calls as an object."""
     if isinstance(function, FunctionType):
         function = _knowing_itself(function)
 

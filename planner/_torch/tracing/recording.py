@@ -1,4 +1,4 @@
-"""A planned module is exported, traced and scripted as the module that it is."""
+"""Export, tracing and scripting see a planned module as the module without a plan."""
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -10,8 +10,8 @@ _CALL = "_compiled_call_impl"
 
 
 def is_recorded() -> bool:
-    """Whether what runs here is being recorded: by ``torch.jit.trace``, ``torch.export``, ``make_fx``, or by
-    AOTAutograd, which looks at what it records once before."""
+    """Whether the running code is being recorded: by ``torch.jit.trace``, ``torch.export``, ``make_fx``, or
+    by AOTAutograd, also in its first pass, which collects metadata."""
     return (
         torch._C._get_tracing_state() is not None
         or compat.is_exporting()
@@ -21,9 +21,9 @@ def is_recorded() -> bool:
 
 
 def leave_out_of_scripts(module: torch.nn.Module, installed: bool) -> None:
-    """Let ``torch.jit.script`` ignore what is installed in place of a module's call, for which
-    TorchScript has no type; put things back once nothing is installed."""
-    # Not the module: what its `__getattr__` asks may not be there yet, as in a copy that is being made.
+    """Let ``torch.jit.script`` ignore the call that is installed in a module, for which TorchScript has no
+    type; undo that once none is installed."""
+    # Do not ask the module: in a copy that is being made, attributes that `__getattr__` uses may be missing.
     of_class = getattr(type(module), _IGNORED, ())
     named = [name for name in vars(module).get(_IGNORED, of_class) if name != _CALL]
     if installed:

@@ -1,6 +1,6 @@
-"""How Dynamo treats calls of a function.
+"""Rules by which Dynamo treats calls of a function.
 
-PyTorch forgets all that was changed of them whenever a process group is made.
+PyTorch forgets all changes of them whenever a process group is made.
 """
 
 from collections.abc import Callable
@@ -14,23 +14,23 @@ from planner._torch.tracing.named_functions import look_inside_wrappers
 
 _handled: set[Callable[..., Any]] = set()
 _changed: list[dict[Any, Any]] = []
-"""The rules as they were last changed."""
+"""The rules after the last change."""
 
 
 def handler_of(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """What Dynamo calls for a call of a function; None where it has nothing for it."""
+    """The handler that Dynamo calls for a call of a function; None where it has none."""
     handler: Callable[..., Any] | None = TorchInGraphFunctionVariable._get_handlers().get(function)
     return handler
 
 
 def handle(subject: str, function: Callable[..., Any], handler: Callable[..., Any]) -> None:
-    """Have Dynamo ask a handler about calls of a function, which it would not trace, or not look at.
+    """Have Dynamo ask a handler about calls of a function that it would not trace, or not look at.
 
     Args:
         subject: That of the handler's row in :data:`planner._torch.patches.PATCHES`.
         function: The function.
         handler: Called with Dynamo's variable, its translator and the arguments; returns Dynamo's variable of
-            the result, or None for what Dynamo does by itself.
+            the result, or None for Dynamo's own treatment.
     """
     handler_row(subject)
     _handled.add(function)
@@ -39,10 +39,10 @@ def handle(subject: str, function: Callable[..., Any], handler: Callable[..., An
 
 
 def keep_rules() -> None:
-    """Change the rules that are there now, if that was not done; to be called before each trace.
+    """Change the present rules, if that was not done; call this before each trace.
 
-    Functions that had rules keep them, also where users' wrappers have their names now: what was planned
-    with them is found again.
+    Functions that had rules keep them, even where users' wrappers now have their names, so that a model that
+    was planned with them is captured alike.
     """
     rules = get_torch_obj_rule_map()
     if _changed and _changed[0] is rules:

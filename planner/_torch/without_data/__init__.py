@@ -1,1 +1,1 @@
-"""Steps whose tensors have shapes and no data: what is known of them all the same."""
+"""Steps whose tensors have shapes and no data, and values that are known all the same."""

@@ -1,12 +1,13 @@
-"""What a step with data read from its tensors, told to one without data.
+"""Numbers that a step with data reads from its tensors, handed to the same step without data.
 
 Code asks tensors for numbers (``item``, ``if mask.all()``), and operators find sizes in data (``nonzero``).
-Without data nobody knows. Where there are data on the CPU, the step runs there once, and what it was told is
-written down: numbers, and the forms of results. The same questions are then answered without data. A question
-is known by its operator, the kind of its numbers and the line of the user's code, and those of one line by
-their order. Where code goes on after a graph that ended in a loop, its lines may be told wrong: then those of
-one file are known by their order. While a graph is traced nothing is answered: there a question ends the
-graph, as it does with data.
+Without data there is no answer. Where there are data on the CPU, the step runs there once, and the answers
+are noted: numbers, and the forms of results. The same questions are then answered without data.
+
+A question is recognised by its operator, the kind of its numbers and the line of the user's code; questions
+of one line by their order. Code that runs after a graph that ended in a loop may report wrong lines: then the
+questions of one file are recognised by their order. While Dynamo traces a graph, nothing is answered: a
+question ends the graph, as it does with data.
 """
 
 import contextlib
@@ -38,34 +39,34 @@ _Question = tuple[object, str, str, int]
 
 def asks_for_data(func: Any, args: Sequence[Any]) -> bool:
     """Whether what a call returns, or its size, depends on data."""
-    if func is torch.ops.aten.index.Tensor:  # the numbers among its indices say nothing of the result's size
+    if func is torch.ops.aten.index.Tensor:  # only masks among its indices decide the result's size
         return any(index is not None and index.dtype in _MASKS for index in args[1])
     return not _ASKS.isdisjoint(getattr(func, "tags", ()))
 
 
 class Answers:
-    """What a step was told when it ran with data, in its order."""
+    """The answers of a step that ran with data, in order."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[object, ...], list[Answer]] = {}  # of each line, and of each file
+        self._noted: dict[tuple[object, ...], list[Answer]] = {}  # by line, and by file
         self._next: Counter[tuple[object, ...]] = Counter()
         self._used: dict[str, None] = {}
 
     def begin_again(self) -> None:
-        """A pass over the step begins."""
+        """Begin a pass over the step: its questions come in the same order again."""
         self._next.clear()
 
     def note(self, func: Any, args: Sequence[Any], result: Any) -> None:
-        """Write down what a call returned."""
-        told = result if func is _NUMBER else tree_map_only(torch.Tensor, _Form, result)
+        """Note the result of a call."""
+        forms = result if func is _NUMBER else tree_map_only(torch.Tensor, _Form, result)
         question = _question(func, args)
-        answer = Answer(told, question)
+        answer = Answer(forms, question)
         for key in (question, question[:-1]):
-            self._told.setdefault(key, []).append(answer)
+            self._noted.setdefault(key, []).append(answer)
 
     def answer(self, func: Any, args: Sequence[Any]) -> "Answer | None":
-        """The answer to a question that is asked now; None where it was not asked so often, or a graph is
-        being traced."""
+        """The answer to the present question; None where the step with data asked it less often, and while
+        Dynamo traces a graph."""
         if TracingContext.try_get() is not None:
             return None
         question = _question(func, args)
@@ -77,30 +78,30 @@ class Answers:
     def _following(self, key: tuple[object, ...]) -> "Answer | None":
         place = self._next[key]
         self._next[key] += 1
-        told = self._told.get(key, ())
-        return told[place] if place < len(told) else None
+        noted = self._noted.get(key, ())
+        return noted[place] if place < len(noted) else None
 
     def uses(self, answer: "Answer") -> None:
-        """An answer is given that was not known otherwise."""
+        """Note that an answer is used, since its value is not known otherwise."""
         *_, file, line = answer.question
         self._used[f"{file}:{line}"] = None
 
     @property
     def lines(self) -> list[str]:
-        """The lines of the user's code that were answered, as in ``net.py:12``."""
+        """The lines of the user's code whose answers were used, as in ``net.py:12``."""
         return list(self._used)
 
 
 class Answer:
-    """What one call returned."""
+    """The result of one call: a number, or the forms of tensors."""
 
-    def __init__(self, told: Any, question: _Question) -> None:
-        self._told, self.question = told, question
+    def __init__(self, forms: Any, question: _Question) -> None:
+        self._forms, self.question = forms, question
 
     def made(self, mode: TorchDispatchMode) -> Any:
-        """What it returned, without data under a mode."""
+        """The result, made without data under a mode."""
         with mode:
-            return tree_map_only(_Form, lambda form: form.made(), self._told)
+            return tree_map_only(_Form, lambda form: form.made(), self._forms)
 
 
 class _Form:
@@ -112,7 +113,7 @@ class _Form:
 
 
 class _Noting(TorchDispatchMode):
-    """A mode in which what a step with data is told is written down."""
+    """A mode that notes the numbers and sizes that a step with data reads."""
 
     def __init__(self, answers: Answers) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -128,8 +129,8 @@ class _Noting(TorchDispatchMode):
 
 
 class _WithoutChecks(TorchFunctionMode):
-    """``one_hot`` looks at its numbers on the CPU to check them, which it does neither on a GPU nor without
-    data: it is not noted."""
+    """A mode under which the checks of ``one_hot`` are not noted: it reads its numbers on the CPU to check
+    them, but neither on a GPU nor without data."""
 
     def __init__(self, noting: _Noting) -> None:
         super().__init__()
@@ -155,7 +156,7 @@ class _WithoutChecks(TorchFunctionMode):
 
 @contextlib.contextmanager
 def answers_noted() -> Iterator[Answers]:
-    """A context in which a step with data runs, and what it is told is written down."""
+    """A context that notes the numbers and sizes that a step with data reads."""
     answers = Answers()
     noting = _Noting(answers)
     with noting, _WithoutChecks(noting):
@@ -174,7 +175,7 @@ def _question(func: Any, args: Sequence[Any]) -> _Question:
 
 
 def _kind(asked: Any) -> str:
-    """What kind of numbers a tensor has: what is half under autocast there need not be half here."""
+    """The kind of a tensor's numbers; one kind for all floating-point types, since autocast may differ."""
     if not isinstance(asked, torch.Tensor):
         return ""
     return "floating" if asked.is_floating_point() else str(asked.dtype)

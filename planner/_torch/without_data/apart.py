@@ -2,7 +2,7 @@
 
 oneDNN's backward of a recurrent layer returns the gradients of its two biases as two tensors, each with
 memory of its own; ``mkldnn_rnn_layer_backward`` in ``torch/_meta_registrations.py`` returns one of them
-twice. What is traced with that hands out one gradient for both parameters, and counts half of the memory. No
+twice. A graph traced with that hands out one gradient for both parameters, and counts half of the memory. No
 other of these functions returns a tensor twice.
 """
 
@@ -28,5 +28,5 @@ def tell_results_apart() -> None:
 def _rnn_backward(mode: FakeTensorMode, _func: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
     with mode:
         results = mkldnn_rnn_layer_backward(*args, **kwargs)
-        apart = torch.empty_like(results[_SECOND_BIAS])
-    return (*results[:_SECOND_BIAS], apart, *results[_SECOND_BIAS + 1 :])
+        second_bias = torch.empty_like(results[_SECOND_BIAS])
+    return (*results[:_SECOND_BIAS], second_bias, *results[_SECOND_BIAS + 1 :])

@@ -1,7 +1,7 @@
-"""A CTC loss as it is computed of tensors with data: with the lengths as numbers.
+"""A CTC loss on tensors without data that reads the lengths as numbers, as PyTorch does with data.
 
-PyTorch reads them and keeps no tensor of them for the backward, but for tensors without data, and under
-dispatch modes, it goes on with the tensors.
+With data PyTorch keeps no tensor of lengths for the backward. On tensors without data, and under dispatch
+modes, it calls another operator, which keeps them.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _ctc_loss: Any = torch.ctc_loss
 
 @contextlib.contextmanager
 def lengths_are_read(read: bool) -> Iterator[None]:
-    """Within this, ``torch.ctc_loss`` and what calls it read lengths that are known, if they are to."""
+    """A context in which ``torch.ctc_loss`` reads lengths whose values are known, if ``read``."""
     if not read:
         yield
         return
@@ -35,8 +35,8 @@ def lengths_are_tensors() -> Any:
 def _reading_lengths(*args: Any, **named: Any) -> Any:
     lengths = [length for length in args[2:4] if isinstance(length, torch.Tensor)]
     if len(lengths) == 2:
-        there = [length.to(torch.long) for length in lengths]
-        read = [known_integers(length) for length in there]
+        converted = [length.to(torch.long) for length in lengths]
+        read = [known_integers(length) for length in converted]
         if None not in read:
             return _ctc_loss(*args[:2], *read, *args[4:], **named)
     return _ctc_loss(*args, **named)

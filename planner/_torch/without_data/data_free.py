@@ -1,8 +1,7 @@
-"""What a step without data computes from nothing but numbers, computed again with data.
+"""Tensors that a step without data computes from numbers alone, computed once more with data.
 
 Tables of positions and masks depend on neither parameters nor inputs nor random numbers. Where a step leaves
-such a tensor in a cache of the user's, it is needed with its values after planning. Seen to work with
-torch 2.13.
+such a tensor in a cache of the user's, the user needs its values after planning.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ _standing_in = False
 
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
-    """Within this, tensors are made in the place of others: nothing is known of their values."""
+    """A context whose tensors stand in for others: nothing is known of their values."""
     global _standing_in
     before, _standing_in = _standing_in, True
     try:
@@ -33,7 +32,7 @@ def stand_ins() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Origin:
-    """A tensor and its storage, by number: the tensors themselves are freed as the step frees them."""
+    """A tensor and its storage, by number: a reference would keep them alive longer than the step does."""
 
     tensor: int
     storage: int
@@ -41,7 +40,7 @@ class _Origin:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of an operator, with the origins of tensors in their places."""
+    """A call of an operator, with origins in the place of tensors."""
 
     function: Any
     args: Any
@@ -65,7 +64,7 @@ class DataFreeLog:
             return
         mutable = function._schema.is_mutable
         if not mutable and any(isinstance(x, FakeTensor) and not hasattr(x, _MARK) for x in args):
-            return  # nearly every call
+            return  # the quick way out, for nearly every call
         given = call_tensors((args, kwargs))
         tensors = [t for t in given if isinstance(t, FakeTensor)]  # the others have their values
         origins = [self._origin(t) for t in tensors]
@@ -111,10 +110,10 @@ class DataFreeLog:
         with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
             for call in reversed(calls):
                 args, kwargs = tree_map_only(_Origin, lambda o: made[o.tensor], (call.args, call.kwargs))
-                found = [
+                values = [
                     t for t in tree_leaves(call.function(*args, **kwargs)) if isinstance(t, torch.Tensor)
                 ]
-                for result, value in zip(call.results, found, strict=True):
+                for result, value in zip(call.results, values, strict=True):
                     assert result is not None
                     made[result.tensor] = value
         return made[origin.tensor].requires_grad_(tensor.requires_grad)

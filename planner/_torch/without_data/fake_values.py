@@ -33,8 +33,10 @@ _CPU = torch.device("cpu")
 
 
 def fake_with_values(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor | None:
-    """A tensor without data that still knows its values, as masks and indices must where they decide what
-    runs; None for one that is too large or that has gradients."""
+    """A tensor without data whose values are known, as masks and indices need that decide what runs.
+
+    None for a tensor that is too large or that has gradients.
+    """
     kind = tensor.dtype
     if kind.is_floating_point or kind.is_complex or tensor.numel() > _MOST_KNOWN_ELEMENTS:
         return None
@@ -45,9 +47,9 @@ def fake_with_values(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor
 
 
 def _known(mode: FakeTensorMode, values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor without data that is said to be on a device, and has these values.
+    """A tensor without data on a device, with these known values.
 
-    The mode knows it, so that its views are known to lie in its storage.
+    The mode keeps it in its table, so that its views are known to lie in its storage.
     """
     converter: Any = mode.fake_tensor_converter
     original = converter.meta_converter
@@ -81,9 +83,9 @@ class ConstantTrackingFakeMode(RemembersCalls):
     tensors known, as those of inputs are, that works without data too; see :func:`values_count`.
 
     Attributes:
-        log: What depends on no data.
+        log: The calls whose results depend on no data.
         asked: How many calls asked for data: for a number, or for a size that depends on them.
-        answers: What is told where data would be needed, if that is known.
+        answers: Answers to calls that need data; None without.
     """
 
     def __init__(self, *, answers: Answers | None = None, **options: Any) -> None:
@@ -141,7 +143,7 @@ class ConstantTrackingFakeMode(RemembersCalls):
         return result
 
     def _devices(self, func: Any, args: Any, kwargs: Any) -> list[torch.device] | None:
-        """The devices of a call whose tensors are all known, if one of them is not the CPU."""
+        """The devices of a call whose tensors all have known values, if one of them is not the CPU."""
         if any(isinstance(x, torch.Tensor) and getattr(x, "constant", None) is None for x in args):
             return None  # nearly every call
         if (
@@ -167,7 +169,7 @@ class ConstantTrackingFakeMode(RemembersCalls):
         return asked or sorted({t.device for t in tensors}, key=lambda device: device.type == "cpu")
 
     def _computed(self, func: Any, args: Any, kwargs: Any, devices: list[torch.device]) -> list[Any] | None:
-        """What a call whose tensors are all known returns; None where that cannot be known."""
+        """The result of a call whose tensors all have known values; None where it cannot be computed."""
         values = tree_map_only(FakeTensor, lambda t: t.constant, (args, kwargs))
         with no_dispatch():
             result = func(*_on_cpu(values[0]), **_on_cpu(values[1]))
@@ -177,7 +179,7 @@ class ConstantTrackingFakeMode(RemembersCalls):
 
 
 def times_asked_for_data(mode: object) -> int:
-    """How often calls under a mode asked for data that are known; other modes know none."""
+    """How often calls under a mode asked for known values; 0 for other modes."""
     return mode.asked if isinstance(mode, ConstantTrackingFakeMode) else 0
 
 
@@ -194,14 +196,14 @@ def _on_cpu(nest: Any) -> Any:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    # On the meta device there are none. Ones are taken: a valid index, a mask without padding.
+    # On the meta device there are no values. Ones are assumed: a valid index, a mask without padding.
     if tensor.device.type == "meta":
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).fill_(1)
     return strided_copy(tensor, _CPU)
 
 
 def forget_changes(fake: torch.Tensor, original: torch.Tensor) -> None:
-    """Give a tensor of :func:`fake_with_values` its first values back, whatever a step did to them."""
+    """Reset the values of a tensor of :func:`fake_with_values` to the first ones."""
     assert isinstance(fake, FakeTensor)
     if fake.constant is None:
         fake.constant = _values(original)
@@ -211,7 +213,7 @@ def forget_changes(fake: torch.Tensor, original: torch.Tensor) -> None:
 
 
 def known_values(tensors: Sequence[object]) -> list[torch.Tensor | None]:
-    """The values that tensors without data have now, where they are known; None where not."""
+    """The present values of tensors without data; None where they are not known."""
     known = [tensor.constant if isinstance(tensor, FakeTensor) else None for tensor in tensors]
     return _copied(known)
 
@@ -231,7 +233,7 @@ def known_numbers(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 def known_count(mask: torch.Tensor) -> int | None:
-    """How many elements of a mask are set, where that is known: it has data, or known values."""
+    """How many elements of a mask are set; None where it has neither data nor known values."""
     values = mask.constant if isinstance(mask, FakeTensor) else mask
     if values is None or values.device.type == "meta":
         return None
@@ -249,10 +251,10 @@ def known_integers(tensor: torch.Tensor) -> list[int] | None:
 
 
 def know_values(tensors: Sequence[object], known: Sequence[torch.Tensor | None]) -> None:
-    """Let tensors without data know values of :func:`known_values`, as if they were made with them.
+    """Give tensors without data the values of :func:`known_values`, as if they were made with them.
 
-    The values are copied: the step may write into the tensors, and be run again. The mode is told whose
-    values they are: a view of known values lies in the storage that it knows them by, else an older one.
+    The values are copied: the step may write into the tensors, and run again. The mode's table gets the
+    tensors that have the values, so that views of them lie in these tensors' storages, not in older ones.
     """
     for tensor, values in zip(tensors, _copied(known), strict=False):
         if values is None or not isinstance(tensor, FakeTensor):
@@ -279,9 +281,9 @@ def values_count() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lists_count() -> Iterator[None]:
-    """Tensors without data that are made of lists of numbers have known values, and may decide sizes.
+    """A context in which tensors made of lists of numbers have known values, and may decide sizes.
 
-    PyTorch knows them of tensors of one element. A planned module is captured with this as it was planned.
+    PyTorch itself knows only those of one element. Planning and training capture a module in this context.
     """
     with replaced(fake_tensors, {"CONSTANT_NUMEL_LIMIT": _MOST_KNOWN_ELEMENTS}):
         yield

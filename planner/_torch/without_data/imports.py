@@ -1,7 +1,7 @@
-"""Modules that are imported while a step is traced are run as at any other time.
+"""Python modules that are imported while a step is traced run without the modes that trace.
 
-A forward may import a library when it is first called. What that file computes at its top, tables for
-instance, would otherwise be tensors without data for the rest of the process. Seen to work with torch 2.13.
+A forward may import a library when it is first called. Tensors that its files compute when imported, tables
+for instance, would otherwise be without data for the rest of the process.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from planner._torch.fake import without_modes
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what the others find; its files are run without the modes that trace."""
+    """Finds modules as the other finders do, and has their files run without the modes that trace."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -33,7 +33,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _run_without_modes(loader: Any) -> None:
-    """Let a loader run its next file so. Loaders of built-in modules are classes, and run nothing of ours."""
+    """Let a loader run its next file without modes. Loaders of built-in modules, which are classes, stay."""
     run = getattr(loader, "exec_module", None)
     if run is None or isinstance(loader, type):
         return
@@ -49,7 +49,7 @@ def _run_without_modes(loader: Any) -> None:
 
 @contextlib.contextmanager
 def imports_without_modes() -> Iterator[None]:
-    """Within this, imports run files without the modes that are active."""
+    """A context in which imports run files without the active modes."""
     finder = _Finder()
     sys.meta_path.insert(0, finder)
     try:

@@ -1,4 +1,4 @@
-"""What a tensor without data is, asked without calling an operator."""
+"""Facts about a tensor without data, read without calling an operator."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +10,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from planner._torch.tensors import dispatch_keys
 
 ASKS_FOR_DEVICE = torch.ops.prim.device.default
-"""What dispatch modes see where autograd or an operator asks for the device of a tensor without data: half of
-all that they see, and more."""
+"""The call that dispatch modes see where autograd or an operator asks for the device of a tensor without
+data: more than half of all calls."""
 
 
 def facts_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """All that the results of operators on a tensor without data depend on; None where that is more than
-    numbers, as values that are known or symbols for sizes, and for tensors with data."""
+    """All facts about a tensor without data that the results of operators depend on.
+
+    None where these are more than numbers, as known values or symbolic sizes, and for tensors with data.
+    """
     if (
         not isinstance(tensor, FakeTensor)
         or tensor.constant is not None
@@ -37,19 +39,19 @@ def facts_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:
-    """``tensor.device``, for which a tensor without data would ask all dispatch modes."""
+    """``tensor.device``, without the call to all dispatch modes that a tensor without data makes."""
     device: torch.device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
     return device
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that a tensor's storage takes: none on the meta device, and none of what PyTorch knows to be
-    zeros, as forward differentiation makes it."""
+    """Bytes that a tensor's storage takes: none on the meta device, and none for PyTorch's zero tensors of
+    forward-mode differentiation."""
     known = torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.ZeroTensor)
     return 0 if known or device_of(tensor).type == "meta" else tensor.untyped_storage().nbytes()
 
 
 def device_asked_for(args: Sequence[Any]) -> torch.device:
-    """What :data:`ASKS_FOR_DEVICE` returns, by its arguments."""
+    """The result of :data:`ASKS_FOR_DEVICE`, by its arguments."""
     device: torch.device = fake_tensors._device_handler(args)
     return device

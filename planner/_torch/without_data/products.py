@@ -1,8 +1,9 @@
 """The gradients of products (``prod``, ``cumprod``) where no factor is zero.
 
 PyTorch looks for zeros among the data, and where there are none it divides the product by each factor. For
-tensors without data, and under dispatch modes, it takes the form that is right for zeros too, which takes
-more memory. Here its operators run, since C++ code calls them, and those of the other form are recorded.
+tensors without data, and under dispatch modes, it takes a form that is right for zeros too and needs more
+memory. C++ code calls the operators of that form, so they run here, unrecorded; the operators of the division
+are recorded in their place.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +22,17 @@ _BEGINS = {
     "ProdBackward1": (aten.ones.default,),
     "CumprodBackward0": (aten.zeros.default, aten.new_zeros.default),  # the second from 2.15 on
 }
-"""With which operators the form for zeros may begin, by the node that runs it."""
+"""The operators that the form for zeros may begin with, by the autograd node that runs it."""
 PRODUCTS = frozenset(_BEGINS)
 
 _Node = tuple[str, int]
 
 
 class GradientsOfProducts:
-    """What the backwards of products do to data without zeros. To be told of each operator that they run."""
+    """Records the backwards of products as they run for data without zeros.
+
+    A dispatch mode passes each operator that such a backward calls to :meth:`instead`.
+    """
 
     def __init__(self, record: Callable[..., torch.Tensor], pause: Callable[[], Any]) -> None:
         """
@@ -45,7 +49,7 @@ class GradientsOfProducts:
     def instead(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node: _Node
     ) -> tuple[torch.Tensor] | None:
-        """What an operator of one of :data:`PRODUCTS` is to return; None where it is recorded."""
+        """The result of an operator called by a node of :data:`PRODUCTS`; None: the caller records it."""
         if self._recording:
             return None
         if self._running != node:
@@ -65,11 +69,11 @@ class GradientsOfProducts:
             return (result,)
         self._recording = True
         try:
-            found = self._of_partial_products() if partial else self._of_a_product(args[0])
+            gradient = self._of_partial_products() if partial else self._of_a_product(args[0])
         finally:
             self._running = self._weighted = self._zeros = None
             self._recording = False
-        return (found.as_strided(result.shape, (1,)) if node[0] == "ProdBackward0" else found,)
+        return (gradient.as_strided(result.shape, (1,)) if node[0] == "ProdBackward0" else gradient,)
 
     def _of_a_product(self, gradient: torch.Tensor) -> torch.Tensor:
         node = running_node()
@@ -98,7 +102,7 @@ class GradientsOfProducts:
 
 
 def _has_no_zeros(paused: AbstractContextManager[Any]) -> bool:
-    """Whether none of the factors of the running node is zero, as far as is known."""
+    """Whether no factor of the running node is zero; of factors without data this is assumed."""
     with paused:
         factors = running_node()._saved_self.detach()
         if is_fake(factors):

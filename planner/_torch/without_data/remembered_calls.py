@@ -1,8 +1,8 @@
-"""What operators return that were called on alike tensors without data before.
+"""A faster cache of operators' results on tensors without data.
 
-PyTorch remembers that itself, in ``FakeTensorMode.cache``, under keys of some twenty fields for each tensor,
-which take longer to make than all else about a call that is remembered. Calls whose sizes are plain numbers
-are found here by shorter keys, in the same dictionary, and lead to the same entries.
+PyTorch has a cache itself, ``FakeTensorMode.cache``. Its keys have some twenty fields for each tensor, and
+making one takes longer than the rest of a cached call. Calls whose sizes are plain numbers get shorter keys
+here, in the same dictionary, which lead to the same entries.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 class RemembersCalls(QuickFakeMode):
-    """A mode without data that is quick with calls like earlier ones."""
+    """A mode without data that answers calls like earlier ones from the cache."""
 
     def _cached_dispatch_impl(
         self,
@@ -52,7 +52,7 @@ class RemembersCalls(QuickFakeMode):
         return result
 
     def _result(self, info: Any, args: Sequence[Any]) -> object:
-        """A result of a remembered call, as PyTorch's ``_get_output_tensor_from_cache_entry`` makes it."""
+        """A result of a cached call, as PyTorch's ``_get_output_tensor_from_cache_entry`` makes it."""
         if info.inplace_idx is not None:
             return args[info.inplace_idx]
         known = info.metadata
@@ -78,7 +78,7 @@ class RemembersCalls(QuickFakeMode):
     def _short_key(
         self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> tuple[object, ...] | None:
-        """What a call's result depends on; None where that includes more than plain numbers."""
+        """The key of a call: all facts that its result depends on; None where these are more than numbers."""
         if not isinstance(func, torch._ops.OpOverload):
             return None
         key: list[object] = [
@@ -98,7 +98,7 @@ class RemembersCalls(QuickFakeMode):
         return tuple(key)
 
     def _describe(self, key: list[object], values: Iterable[Any]) -> bool:
-        """Add to a key what a call's result depends on; returns whether that can be said."""
+        """Add the facts of an argument to a key; returns whether they are plain numbers."""
         for value in values:
             kind = type(value)
             if kind is FakeTensor:

@@ -1,8 +1,8 @@
-"""Executions of a captured graph that are like an earlier one, each as a single operation.
+"""Executions of a captured graph that are like an earlier one run as a single operation each.
 
-Layers that share a graph run it once each, on tensors without data of the same sizes. What comes of that is
-known from the first execution: results are fresh tensors of the same sizes, and gradients are those of the
-operations inside. So later executions do not run these again, and a model of many layers is captured sooner.
+Layers that share a graph run it once each, on tensors without data of the same sizes. The first execution
+tells the outcome of the others: results are fresh tensors of the same sizes, and gradients are those of the
+operations inside. So later executions skip these operations, and a model of many layers is captured sooner.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 @dataclass
 class _Known:
-    """What is known of an execution.
+    """The outcome of an execution.
 
     Attributes:
-        results: Sizes, strides, dtype and device of what it returns.
+        results: Sizes, strides, dtype and device of each result.
         differentiable: Which of these have gradients.
     """
 
@@ -37,8 +37,9 @@ class _Known:
 class AlikeExecutions:
     """Runs a graph on tensors without data.
 
-    An execution whose arguments are like those of an earlier one is a single operation, unless the graph
-    changes arguments, returns views of them, several tensors of one storage, or what has known values.
+    An execution whose arguments are like those of an earlier one is a single operation. That is not so where
+    the graph changes arguments, or returns views of them, several tensors of one storage, or tensors whose
+    values are known.
 
     Args:
         graph: The graph, as Dynamo captured it.
@@ -67,13 +68,13 @@ class AlikeExecutions:
         return list(_OneOperation.apply(inside, *args))  # type: ignore[no-untyped-call]
 
     def forget(self) -> None:
-        """Forget what is known, and let go of all tensors."""
+        """Forget all executions, and let go of their tensors."""
         self._known.clear()
         self._inside.clear()
 
 
 class _Inside:
-    """The operations of a graph, for their gradients."""
+    """One run of a graph's operations, kept to differentiate it."""
 
     def __init__(self, graph: GraphModule, args: Sequence[Any], known: _Known) -> None:
         self.known = known
@@ -83,32 +84,32 @@ class _Inside:
         self._gradients: dict[tuple[Any, ...], list[_Layout | None]] = {}
 
     def gradients(self, arrived: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Of each argument, given those of the results; None where there is none."""
+        """The gradient of each argument, given those of the results; None where there is none."""
         key = tuple(None if g is None else (*_layout(g), dispatch_keys(g)) for g in arrived)
         if key not in self._gradients:
-            self._gradients[key] = self._passed_on(arrived)
+            self._gradients[key] = self._differentiated(arrived)
         return [
             None if layout is None else fake.empty_strided(self.mode, *layout)
             for layout in self._gradients[key]
         ]
 
-    def _passed_on(self, arrived: Sequence[torch.Tensor | None]) -> list[_Layout | None]:
+    def _differentiated(self, arrived: Sequence[torch.Tensor | None]) -> list[_Layout | None]:
         wanted = [a for a in self._arguments if isinstance(a, torch.Tensor) and a.requires_grad]
         given = [(r, g) for r, g in zip(self._results, arrived, strict=True) if g is not None]
         if not given or not wanted:
             return [None] * len(self._arguments)
         results, gradients = zip(*given, strict=True)
-        found = iter(torch.autograd.grad(results, wanted, gradients, retain_graph=True, allow_unused=True))
+        computed = iter(torch.autograd.grad(results, wanted, gradients, retain_graph=True, allow_unused=True))
         passed: list[_Layout | None] = []
         for argument in self._arguments:
             has_one = isinstance(argument, torch.Tensor) and argument.requires_grad
-            gradient = next(found) if has_one else None
+            gradient = next(computed) if has_one else None
             passed.append(None if gradient is None else _layout(gradient))
         return passed
 
 
 class _OneOperation(torch.autograd.Function):
-    """All of a graph's operations."""
+    """All operations of a graph, as one autograd function."""
 
     @staticmethod
     def forward(ctx: Any, inside: _Inside, *_args: Any) -> tuple[torch.Tensor, ...]:
@@ -125,8 +126,11 @@ class _OneOperation(torch.autograd.Function):
 
 
 def _described(args: Sequence[Any]) -> tuple[Any, ...] | None:
-    """What an execution's results depend on; None where that includes values, or more than plain tensors, or
-    no tensor at all."""
+    """A key of all facts that an execution's results depend on.
+
+    None where values are among them, where an argument is neither plain tensor nor number, or where no
+    argument is a tensor.
+    """
     key: list[Any] = [torch.is_grad_enabled()]
     places: dict[int, int] = {}
     for arg in args:

@@ -1,4 +1,4 @@
-"""Gradients arrive at weights with hooks in the order in which they will by the plan."""
+"""In capture, gradients arrive at weights with hooks in the order in which the planned module runs them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -8,7 +8,7 @@ from planner.hooks.arrival_order import ArrivalOrder
 
 
 class RecordedArrivalOrder(ArrivalOrder):
-    """What the planned module does for that, without being recorded: it takes neither memory nor time.
+    """The planned module's hook for that order; unrecorded, since it takes neither memory nor time.
 
     Args:
         pause: Makes a context in which operations run unrecorded.

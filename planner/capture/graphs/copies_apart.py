@@ -8,7 +8,7 @@ import torch
 def copy_apart(tensor: torch.Tensor) -> torch.Tensor:
     """A differentiable copy in memory of its own, with the strides of the original.
 
-    ``clone`` gives those of a dense tensor to a part of something larger, and what follows takes other paths.
+    ``clone`` makes a dense copy of a part of a larger tensor, and later kernels choose by strides.
     """
     cloned = tensor.clone()
     if cloned.stride() == tensor.stride():
@@ -22,7 +22,7 @@ class _Copy(torch.autograd.Function):
     def forward(_ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         copied = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         if tensor.numel():
-            # With what lies between its elements, and each that is expanded once.
+            # Copy the gaps between elements too, and each expanded element once.
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             span = (1 + sum((size - 1) * step for size, step in steps),)
             copied.as_strided(span, (1,), 0).copy_(tensor.as_strided(span, (1,)))

@@ -16,13 +16,13 @@ def fresh_results(
     arguments: Sequence[Any],
     views: Collection[int] = (),
 ) -> list[Any]:
-    """Tensors without data like ``values``, aliasing each other and the arguments as those do.
+    """Tensors without data like ``values``, which alias each other and the arguments as those do.
 
     Args:
-        values: What the results are like.
-        input_values: What the arguments are like, in the same step as ``values``.
+        values: The results as traced.
+        input_values: The arguments as traced, together with ``values``.
         arguments: The arguments.
-        views: Positions of results that are views also where they are all of their memory.
+        views: Positions of results that stay views even where they cover all of their memory.
     """
     bases: dict[int, torch.Tensor] = {}
     for value, argument in zip(input_values, arguments, strict=True):

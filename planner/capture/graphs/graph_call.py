@@ -9,17 +9,17 @@ class GraphCall:
 
     Attributes:
         graph: Index of the graph.
-        instance: Which of the executions of this graph in the step, from 0.
-        backward: Its backward half?
-        arguments: Recorded storage of every input of that half (for the backward: of every
-            tangent), -1 where resident.
-        outputs: Recorded storage of every output, -1 for those that are none.
-        released: Recorded storages among the arguments that nobody else holds: they are freed at
-            their last use inside.
-        allocating: How many operations recorded right before it are its own and allocate; none, where its
-            joint graph says what it is made of.
-        token: Of a forward, a recorded storage without bytes that lives as long as what it saves for its
-            backward; -1 where it saves nothing.
+        instance: The number of this execution among those of the graph in the step, from 0.
+        backward: Whether it is the backward half.
+        arguments: Recorded storage of every input of that half (of the backward: every tangent), -1 where
+            resident.
+        outputs: Recorded storage of every output; -1 where an output has none.
+        released: Recorded storages among the arguments that nobody else holds: the graph frees each at its
+            last use.
+        allocating: How many of the operations recorded right before this event belong to it and allocate; 0
+            where a joint graph lists its operations.
+        token: Of a forward, a recorded storage without bytes that lives as long as the tensors that it saves
+            for its backward; -1 where it saves none.
     """
 
     graph: int

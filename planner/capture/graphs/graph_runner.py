@@ -1,9 +1,9 @@
 """Dynamo graphs inside a step that is being captured.
 
-A :class:`GraphRunner` runs one graph that Dynamo made. In the probing pass it runs the graph as
-it is and notes which outputs get a gradient; then it traces the joint graph; in the compiled pass it
-returns the results in one event, and records that. These are tensors without data, or, in a
-step that runs with data, what the graph computes.
+A :class:`GraphRunner` runs one graph that Dynamo made. In the probing pass it runs the graph's operations and
+notes which outputs get a gradient. Then it traces the joint graph. In the compiled pass it returns the
+results in one event, and records that: tensors without data or, in a step that runs with data, the computed
+ones.
 """
 
 from collections import Counter
@@ -18,8 +18,8 @@ from planner._torch import fake
 from planner._torch.autocast_state import autocast_state, under_autocast
 from planner._torch.execution.checkpoints import as_written
 from planner._torch.execution.function_calls import DIFFERENTIATED_TWICE
+from planner._torch.execution.settings import default_dtype
 from planner._torch.joint import aot, aot_metadata
-from planner._torch.joint.default_dtype import default_dtype
 from planner._torch.joint.gradients_inside import MEET_OUTSIDE, differentiated_inputs, meet_outside
 from planner._torch.joint.graph_modules import graph_module
 from planner._torch.joint.memory_layout import is_cut_out, is_part
@@ -52,7 +52,7 @@ from planner.training_step.recorder import StepRecorder
 from planner.training_step.unseen_writes import in_memory_of_others
 
 _MOST_VARIANTS = 4
-"""Each takes the time to trace a graph."""
+"""A bound, since each variant takes the time to trace a graph."""
 
 
 class GraphRunner:
@@ -61,14 +61,14 @@ class GraphRunner:
     Attributes:
         structure: Digest of the graph, see :func:`structure_of`.
         joint: Its joint graph once :meth:`trace` has run; None where there is nothing to differentiate.
-        home, places: The index of the runner that Dynamo calls, and which of its executions this one runs,
-            see :meth:`split`; none where it is that one.
+        home, places: The index of the runner that Dynamo calls, and the executions of it that this one runs,
+            see :meth:`split`. Dynamo's own runner is its home, and lists no places.
         per_use_inputs: Positions of the inputs whose gradients are to be returned unsummed.
         spec: How it was traced, once that is done; see :meth:`trace`.
-        gradients: Of its outputs, in the probing pass; ``layouts`` holds, once it is traced, those for which
-            it was traced so.
-        never_runs: Whether PyTorch did not keep what it was made for.
-        casts: What it casts under autocast that would be kept without a plan.
+        gradients: The gradients of its outputs in the probing pass. Once the graph is traced, ``layouts``
+            holds the layouts that it was traced for.
+        never_runs: Whether PyTorch gave up the code that the graph was made for.
+        casts: Its casts under autocast that eager would keep beyond the graph.
         recorder: Records every execution in the compiled pass, see :meth:`record_to`.
     """
 
@@ -113,7 +113,7 @@ class GraphRunner:
 
     @property
     def outdated(self) -> bool:
-        """Whether an output got a gradient that it was traced without."""
+        """Whether an output got a gradient after the graph was traced without it."""
         return self._compiled is not None and self._without != self.unused_outputs
 
     @property
@@ -140,8 +140,8 @@ class GraphRunner:
         handed = Counter(fake.storage_key(t) for t in outputs if isinstance(t, torch.Tensor))
         for i, tensor in enumerate(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
-                # Another tensor, because gradients pass through this one inside the graph as well; where
-                # it shares no memory no view, because a change in place of a view goes past the view.
+                # Another tensor, because gradients pass through this one inside the graph as well. No view
+                # where it shares no memory: a write to a view's base would bypass the hook on the view.
                 key = fake.storage_key(tensor)
                 alone = tensor.layout is torch.strided and key not in given and handed[key] == 1
                 outputs[i] = copy_apart(tensor) if alone else torch.ops.aten.alias(tensor)
@@ -166,7 +166,7 @@ class GraphRunner:
         return position < len(self.example_inputs) and position not in self.spec.per_use_inputs
 
     def written_inputs(self) -> list[str]:
-        """What the step changes in place before the backward, of what a re-run might read again."""
+        """The tensors that a re-run might read and that the step changes in place before the backward."""
         if self.joint is None:
             return []
         inputs = self.graph.graph.find_nodes(op="placeholder")
@@ -201,9 +201,10 @@ class GraphRunner:
         self._saved.clear()
 
     def split(self, index: int) -> "list[GraphRunner]":
-        """Runners, of that index and on, of the executions whose gradients lie otherwise than those of most.
+        """New runners, numbered from ``index``, for executions whose gradients lie otherwise than most do.
 
-        Their backwards are traced for these. In the compiled pass this one hands their executions to them.
+        Their backwards are traced for these layouts. In the compiled pass this runner hands them their
+        executions.
         """
         if self._compiled is not None:
             return []
@@ -256,7 +257,7 @@ class GraphRunner:
         self.gradients.layouts = dict(self.spec.tangent_layouts)
 
     def _inputs_as_captured(self) -> list[Any]:
-        # A buffer of results that the step fills in place needs gradients once it has been run.
+        # A buffer that the step fills in place with results requires gradients only after the step has run.
         return [
             x.detach().requires_grad_(before)
             if isinstance(x, torch.Tensor) and x.requires_grad is not before
@@ -274,7 +275,7 @@ class GraphRunner:
         if self._data:
             self._halves = partition(self.joint, no_recomputation(self.joint))
         outputs, gradients = self.joint.outputs
-        # The forward "saves" one empty token, by which its backward knows which execution it belongs to.
+        # The forward "saves" one empty token, which tells its backward which execution it belongs to.
         forward = torch.fx.Graph()
         env = {p: forward.node_copy(p) for p in self.joint.primals}
         token = forward.call_function(torch.empty, (0,))
@@ -288,7 +289,7 @@ class GraphRunner:
         return graph_module(joint, forward), graph_module(joint, backward)
 
     def _forward_stub(self, module: GraphModule) -> aot.BoxedFunction:
-        if self.joint is None:  # views of inputs are all that gradients arrive at
+        if self.joint is None:  # gradients arrive at views of inputs only
             function = self._lower(module, "forward")
             return lambda args: self._recorded(lambda: function(args), list(args))
         joint, halves = self.joint, self._halves
@@ -339,7 +340,7 @@ class GraphRunner:
         return run
 
     def _run_forward(self, forward: aot.BoxedFunction, arguments: list[Any], execution: int) -> list[Any]:
-        """Run the forward with data; keeps what the backward needs without holding what others see."""
+        """Run the forward with data; of tensors that others see too, save copies, so as not to hold them."""
         assert self.joint is not None
         assert self.recorder is not None
         results = list(forward(list(arguments)))
@@ -356,12 +357,12 @@ class GraphRunner:
         return outputs
 
     def _operation_by_operation(self, *args: Any) -> Sequence[Any]:
-        """Run a graph of which the step differentiates nothing as it is captured."""
+        """Run a graph of which the step differentiates nothing, operation by operation."""
         return self._recorded(lambda: self._probed(*args), list(args))
 
     def _recorded(self, run: Callable[[], Sequence[Any]], arguments: list[Any]) -> Sequence[Any]:
-        """Run a graph of which the step differentiates nothing: its operations are recorded, as they run in
-        a planned step too."""
+        """Run a graph of which the step differentiates nothing, and record its operations: a planned step
+        runs the same ones."""
         assert self.recorder is not None
         execution, before = self._executions, len(self.recorder.recording.events)
         self._executions += 1

@@ -1,4 +1,4 @@
-"""The runners of the graphs of one step: how they come about, and what is said of them."""
+"""The runners of the graphs of one step: made by a Dynamo backend, split, described, emptied."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from planner.training_step.copies import described
 
 
 def captured_graphs(runners: Sequence[GraphRunner], ran: Collection[int]) -> list[CapturedGraph]:
-    """What capturing gives of each graph.
+    """A :class:`CapturedGraph` for each runner.
 
     Args:
         runners: All runners.
@@ -44,23 +44,24 @@ def captured_graphs(runners: Sequence[GraphRunner], ran: Collection[int]) -> lis
 
 
 def split_up(waiting: Iterable[GraphRunner], runners: list[GraphRunner]) -> list[GraphRunner]:
-    """Runners that wait to be traced, with those that are split off them, which are added to all runners."""
-    found = []
+    """The runners to trace: those that wait, and those split off them, which are added to ``runners``."""
+    to_trace = []
     for runner in waiting:
         others = runner.split(len(runners))
         runners += others
-        found += [runner, *others]
-    return found
+        to_trace += [runner, *others]
+    return to_trace
 
 
 class UntracedFunctions:
-    """Functions that PyTorch cannot trace for an error of its own: they run as written.
+    """Functions that PyTorch fails to trace by an error of its own: they run as written.
 
     Args:
-        runners: Of all graphs so far. Those that such a function had until the error never run.
+        runners: Those of all graphs so far. The graphs that Dynamo made of such a function before the error
+            never run.
 
     Attributes:
-        errors: What went wrong, by the qualified names of the functions, those before that call others.
+        errors: The errors, by qualified name of the function; a caller comes before the functions it calls.
     """
 
     def __init__(self, runners: Sequence[GraphRunner]) -> None:
@@ -78,7 +79,7 @@ class UntracedFunctions:
 
     @property
     def notes(self) -> list[str]:
-        """What is said of those that call no others of them."""
+        """One note for each error, on the innermost of the functions that failed with it."""
         last = {error.partition(" failed: ")[2]: error for error in self.errors.values()}
         return [f"{error}. It runs as written, and what it calls is planned" for error in last.values()]
 

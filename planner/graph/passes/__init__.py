@@ -27,4 +27,4 @@ JOINT_PASSES: tuple[JointPass, ...] = (
     mark_sums_in_place,
     mark_views_that_leave,
 )
-"""All of them. Casts that are shared are added up once, so that comes before sums are taken apart."""
+"""All of them, in order. Sharing casts merges sums, so ``share_casts`` comes before ``hand_out_unsummed``."""

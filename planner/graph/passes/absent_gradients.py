@@ -1,7 +1,7 @@
-"""Gradients that never arrive: a joint or backward graph without all that only they lead to.
+"""Gradients that never arrive: take the operations that only they lead to out of a joint or backward graph.
 
-So it is with parameters that the forward overwrites under ``torch.no_grad()``, as clipped or normalised
-weights are. AOTAutograd returns the new value as one more result of the forward, with a gradient of its own,
+An example are parameters that the forward overwrites under ``torch.no_grad()``, as clipped or normalised
+weights. AOTAutograd returns the new value as one more result of the forward, with a gradient of its own,
 and copies it into the parameter; but a leaf has no history.
 """
 
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 def expect_no_gradient_of_leaves(joint: GraphModule, context: TraceContext) -> None:
     """Leave out the gradients of values that are written into leaves that require gradients.
 
-    Others, as a result that is made empty and filled, belong to what they are filled with from then on.
+    Values written into other tensors, as into a buffer that is made empty and filled, do pass gradients on.
     """
     gradients, of_inputs = aot_metadata.gradients_of_inputs(joint.graph)
     absent = {
@@ -35,21 +35,21 @@ def expect_no_gradient_of_leaves(joint: GraphModule, context: TraceContext) -> N
 
 
 def leave_out(graph: Graph, gradients: Sequence[Node], absent: Collection[Node]) -> list[Node]:
-    """Take out of a graph, in place, what absent gradients lead to.
+    """Take absent gradients out of a graph, in place.
 
-    An output that only absent gradients lead to becomes None; where they are combined with others they are
-    left out of sums, and are zeros elsewhere, as in the engine. What nobody reads then stays in the graph.
+    An output that only absent gradients lead to becomes None. Where they are combined with others they are
+    left out of sums, and are zeros elsewhere, as in the engine. Nodes without readers stay in the graph.
 
     Args:
         graph: A backward, or forward and backward.
         gradients: The inputs that are gradients of the forward's outputs.
-        absent: Those of them that are not there.
+        absent: Those of them that never arrive.
 
     Returns:
-        What reads storages that are now read instead of sums as well: none of it may be written into.
+        The nodes that read a storage that now also stands for a sum: none may write into it.
     """
     gone, reached = set(absent), set(gradients)
-    merged: set[int] = set()  # storages that are read instead of sums as well
+    merged: set[int] = set()  # storages that now also stand for a sum
     for node in list(graph.nodes):
         if node.op != "call_function" or reached.isdisjoint(node.all_input_nodes):
             continue

@@ -2,7 +2,7 @@
 
 Eager keeps the cast of a parameter for as long as a region of autocast lasts; where the parameter is used
 again, the gradients of its uses are added in half precision and cast back once. AOTAutograd casts at every
-use and adds up what has been cast back, which rounds differently and takes more memory.
+use and adds the gradients after casting them back, which rounds differently and takes more memory.
 """
 
 import itertools
@@ -52,17 +52,17 @@ def share_casts(joint: GraphModule, context: TraceContext) -> None:
 
 def _regions(graph: GraphModule, around: AutocastContext) -> dict[str, int]:
     """The outermost region of autocast that keeps the casts of each node of a forward, by name."""
-    found: dict[str, int] = {}
+    region_of: dict[str, int] = {}
     numbers = itertools.count(_CALLER_REGION)
     region, depth, keeps = next(numbers), int(around.inside), [around.keeps]
-    transforms = 0  # inside of those of torch.func eager keeps none
+    transforms = 0  # how many transforms of torch.func are open: inside of them eager keeps no casts
 
     def walk(graph: GraphModule) -> None:
         nonlocal region, depth, transforms
         for node in graph.graph.nodes:
             if (part := checkpointed_part(graph, node)) is not None:
                 outside = region
-                if is_reentrant(node):  # its gradients are of casts that the backward makes, for it alone
+                if is_reentrant(node):  # the backward makes casts of its own for it
                     region = next(numbers)
                 walk(part)
                 region = outside
@@ -77,10 +77,10 @@ def _regions(graph: GraphModule, around: AutocastContext) -> dict[str, int]:
             elif (change := transform_depth(node)) != 0:
                 transforms += change
             elif depth and keeps[-1] and not transforms:
-                found[node.name] = region
+                region_of[node.name] = region
 
     walk(graph)
-    return found
+    return region_of
 
 
 def _is_kept(source: Node, inputs: Sequence[Any]) -> bool:
@@ -124,7 +124,7 @@ def _share(joint: GraphModule, casts: list[Node]) -> None:
         views = _views_of(cast)
         cast.replace_all_uses_with(casts[0])
         joint.graph.erase_node(cast)
-        for view in views:  # now of the storage of the cast that stays
+        for view in views:  # they now view the storage of the remaining cast
             args, kwargs = map_arg((view.args, view.kwargs), lambda node: node.meta["val"])
             look: Any = view.target
             view.meta["val"] = look(*args, **kwargs)
@@ -138,10 +138,10 @@ def _share(joint: GraphModule, casts: list[Node]) -> None:
 
 
 def _add_up(joint: GraphModule, back: Sequence[Node]) -> None:
-    """Let the last of several casts back be of the sum of all gradients, added up as they arrive.
+    """Let the last cast back be that of the sum of all gradients, added up in the order in which they arrive.
 
-    A cast has several where the forward differentiates what it is used in: those of the backward and those of
-    the inner backward. They arrive among the gradients of the other casts.
+    One cast may have several casts back, where the forward differentiates an operation that uses it: one of
+    the backward and one of the inner backward. Their gradients arrive among those of the other casts.
     """
     arriving = [_Term(node.args[0], node) for node in back]
     terms = [term for node in back for term in _terms(node.args[0])]
@@ -158,7 +158,7 @@ def _add_up(joint: GraphModule, back: Sequence[Node]) -> None:
 
 
 class _Term(NamedTuple):
-    """A gradient that the engine adds to what is there.
+    """A gradient that the engine adds to the sum so far.
 
     Attributes:
         gradient: The gradient.
@@ -181,12 +181,12 @@ def _terms(gradient: Any) -> list[_Term]:
 def _views_of(node: Node) -> list[Node]:
     """The nodes that share a node's storage, in order."""
     key = fake.storage_key(node.meta["val"])
-    found: list[Node] = []
+    views: list[Node] = []
     for user in node.users:
         value = user.meta.get("val")
         if isinstance(value, torch.Tensor) and fake.storage_key(value) == key:
-            found += [user, *_views_of(user)]
-    return found
+            views += [user, *_views_of(user)]
+    return views
 
 
 def _sum_of(node: Node) -> Node:

@@ -1,4 +1,4 @@
-"""What a collective made, and what it is waited for by, are one tensor.
+"""The result of a collective and that of waiting for it are one tensor.
 
 Ranks that share a model by tensor parallelism call functional collectives, as `all_reduce`, and wait for
 their results by `wait_tensor`. That returns the tensor that it is given; traced, it returns another.
@@ -17,7 +17,7 @@ def wait_in_place(joint: GraphModule, context: TraceContext) -> None:  # noqa: A
     for wait in [node for node in joint.graph.nodes if operators.waits(node.target)]:
         made = wait.args[0]
         if not wait.users:
-            joint.graph.erase_node(wait)  # and with it the collective, which is read by nothing else
+            joint.graph.erase_node(wait)  # the collective then has no reader, and is dead code too
         elif isinstance(made, Node) and sum(operators.waits(user.target) for user in made.users) == 1:
             _set_value(made, fake.alias(wait.meta["val"]))
 

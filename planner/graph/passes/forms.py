@@ -1,7 +1,7 @@
-"""Backwards of average pooling and padding that keep nothing of what was pooled or padded but its form.
+"""Backwards of average pooling and padding that keep only the form of their operand, not the operand.
 
-PyTorch's read no element of it. The forward takes a tensor without elements of it instead, right where it is
-made. On the CPU, where the kernels were seen to do so.
+PyTorch's kernels for the CPU read its sizes and strides and no element. So the forward makes a tensor of that
+form without elements, right where the operand is made, and keeps that. On CUDA this was not checked.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
-"""Sums of gradients with the strides of eager's, which are made in place.
+"""Sums of gradients that have the strides of eager's, which are made in place.
 
 Where two gradients are accumulated, the engine adds the later to the earlier in place, if nobody else holds
-that: a view is held together with what it looks at. A sum that is traced is a tensor of its own, whose
-dimensions of one element get other strides. Kernels that detect channels-last images look at those strides
-too, and then sum in another order.
+the earlier one; its base holds a view. A traced sum is a tensor of its own, whose dimensions of one element
+get other strides. Kernels that detect channels-last images look at those strides too, and then sum in another
+order.
 """
 
 import operator
@@ -52,7 +52,7 @@ VIEW = "planner_leaves_as_view"
 
 
 def mark_views_that_leave(joint: GraphModule, context: TraceContext) -> None:
-    """Mark the gradients that leave a graph as views of what it made, where that shows in later strides."""
+    """Mark the gradients that leave a graph as views of its results, where that shows in later strides."""
     if context.cuda:
         return
     for node in joint.graph.output_node().all_input_nodes:
@@ -80,16 +80,16 @@ def is_sum_in_place(node: Node) -> bool:
 def add_as_in_place(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """The sum of two gradients, with the strides of the first, as if the second were added to it in place."""
     total: torch.Tensor = op_bindings.ADD(first, second)
-    steps, found = first.stride(), total.stride()
-    if steps != found and all(
-        a == b or n == 1 for a, b, n in zip(steps, found, total.shape, strict=True)
-    ):  # others of the first are not dense, and nothing is added to them in place
+    steps, own = first.stride(), total.stride()
+    if steps != own and all(
+        a == b or n == 1 for a, b, n in zip(steps, own, total.shape, strict=True)
+    ):  # else the first is not dense, and eager adds nothing to it in place
         total.as_strided_(total.shape, steps)
     return total
 
 
 def _without_views(node: Node) -> Node:
-    """What made a value, past what autograd does not take for a view: `_unsafe_view`, and one of several."""
+    """The node before calls that autograd does not take for views: `_unsafe_view` and `getitem`."""
     while node.target in (operator.getitem, torch.ops.aten._unsafe_view.default):
         node = node.args[0]  # type: ignore[assignment]
     return node

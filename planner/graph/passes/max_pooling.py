@@ -1,9 +1,10 @@
-"""Backwards of max-pooling that keep nothing of what was pooled.
+"""Backwards of max-pooling that do not keep the operand.
 
-PyTorch's backward takes what was pooled for its sizes. Where that is the result of ReLU, whose own backward
-comes next and asks which elements are above zero, it is asked of the pooled result before: the elements that
-get a gradient are those that the result consists of. The same numbers are added up in the same order.
-A result that leaves the graph is not asked: eager reads nothing of it, and it may be changed in place.
+PyTorch's backward takes the operand for its sizes only. Where the operand is the result of ReLU, the backward
+of ReLU comes next and masks by elements above zero. Here the gradient is masked before, by the pooled result:
+pooling hands gradients only to the elements that the result consists of. The same numbers are added up in
+the same order. A result that leaves the graph is not used so: eager does not read it again, so the step may
+change it in place.
 """
 
 import operator
@@ -21,11 +22,11 @@ from planner.graph.joint_pass import TraceContext
 aten = torch.ops.aten
 
 _ON_CUDA = frozenset({aten.max_pool2d_with_indices_backward.default})
-"""Of which the kernels for CUDA, too, were seen to read nothing that was pooled."""
+"""Backwards whose kernels for CUDA, too, were seen to read no element of the operand."""
 
 
 def keep_nothing_pooled(joint: GraphModule, context: TraceContext) -> None:
-    """Let backwards of max-pooling read sizes, and those of ReLU before it the pooled result."""
+    """Let backwards of max-pooling read sizes, and the mask of a ReLU before it the pooled result."""
     for node in list(joint.graph.nodes):
         if node.op == "call_function" and node.target in GIVEN_SIZES:
             _mask_before(joint, node)
@@ -34,7 +35,7 @@ def keep_nothing_pooled(joint: GraphModule, context: TraceContext) -> None:
 
 
 def _mask_before(joint: GraphModule, node: Node) -> None:
-    """Mask the gradient of pooling by its result, where its own result would be masked by what was pooled."""
+    """Mask the gradient before the backward of pooling by its result, not after it by its operand."""
     gradient, pooled, *_, indices = _arguments(node)
     mask = next(iter(node.users), None)
     if (
@@ -87,7 +88,7 @@ def _read_sizes_only(joint: GraphModule, node: Node) -> None:
 
 
 def _size(joint: GraphModule, node: Node, dimension: int) -> Node:
-    """A node that reads a symbolic size, right after what it is the size of."""
+    """A node that reads a symbolic size of ``node``, right after it."""
     for user in node.users:
         if user.target is aten.sym_size.int and user.args == (node, dimension):
             return user
@@ -110,7 +111,7 @@ def _arguments(node: Node) -> list[Any]:
 
 
 def undetached(node: Any) -> Any:
-    """What a node is, under the names that autograd gave it."""
+    """A node before the detached copies and aliases that autograd makes of it."""
     while isinstance(node, Node) and node.target in (aten.detach.default, aten.alias.default):
         node = node.args[0]
     return node

@@ -1,9 +1,9 @@
 """Gradients of means and squares, with fewer passes over memory than PyTorch's formulas make.
 
-The gradient of a mean is repeated along what was averaged, and divided there: here it is divided first. The
-gradient of a square takes the first power, which is a copy: here it takes what was squared. Every element is
-computed by the same operations of the same numbers. That is done where nothing but products read the result,
-and these lie in memory as before.
+PyTorch repeats the gradient of a mean along the averaged dimensions and divides it there: here it is divided
+first. The gradient of a square takes the first power, which is a copy: here it takes the base itself. Every
+element is computed by the same operations of the same numbers. This is done where only products read the
+result, and where their results keep their strides.
 """
 
 from typing import Any
@@ -40,12 +40,12 @@ def _divide_first(joint: GraphModule, node: Node) -> None:
         return
     with joint.graph.inserting_before(node):
         divided = joint.graph.call_function(aten.div.Scalar, (given, divisor))
-        again = joint.graph.call_function(aten.expand.default, (divided, repeated.args[1]))
+        expanded = joint.graph.call_function(aten.expand.default, (divided, repeated.args[1]))
     number = divisor.meta["val"] if isinstance(divisor, Node) else divisor
     divided.meta = {**node.meta, "val": fake.called(aten.div.Scalar, value, number)}
     sizes = node.meta["val"].shape
-    again.meta = {**repeated.meta, "val": fake.called(aten.expand.default, divided.meta["val"], sizes)}
-    node.replace_all_uses_with(again)
+    expanded.meta = {**repeated.meta, "val": fake.called(aten.expand.default, divided.meta["val"], sizes)}
+    node.replace_all_uses_with(expanded)
     joint.graph.erase_node(node)
     if not repeated.users:
         joint.graph.erase_node(repeated)
@@ -65,7 +65,7 @@ def _may_stand_for(value: torch.Tensor, node: Node) -> bool:
     if not fake.is_fake(own) or not own.is_floating_point() or own.dtype is not value.dtype:
         return False
     if any(isinstance(size, int) and size == 1 for size in own.shape):
-        return False  # strides of such dimensions are other ones than traced, see known_strides.py
+        return False  # the traced strides of such dimensions are not certain, see known_strides.py
 
     def is_same(product: Node) -> bool:
         if product.target not in (aten.mul.Tensor, aten.mul.Scalar) or product.kwargs:

@@ -1,10 +1,10 @@
 """Per-use (unsummed) gradients of a graph, so that they are added up in eager's order.
 
 Without a plan, the autograd engine adds the gradients of a tensor's uses one by one, the last use first:
-``(later + use2) + use1``. A compiled graph returns ``use2 + use1`` as one sum, and if something arrived
-from elsewhere before, the sum is rounded in another order. Such an input is passed to the graph once for each
-of its uses: what AOTAutograd traces as one sum is then returned in its parts, in the order in which they
-were added, and the engine adds them up as it does without a plan.
+``(later + use2) + use1``. A compiled graph returns ``use2 + use1`` as one sum; if a gradient arrived from
+elsewhere before, the total is rounded in another order. Such an input is passed to the graph once for each of
+its uses: the terms of the sum that AOTAutograd traces are then returned one by one, in the order in which
+they were added, and the engine adds them up as it does without a plan.
 """
 
 import logging
@@ -58,7 +58,7 @@ def _counted(
         try:
             leaves, passed, outputs = aot.run_without_data(graph, inputs, inside=inside)
             break
-        except Exception as error:  # whatever operators raise on tensors without data
+        except Exception as error:  # operators raise errors of many classes on tensors without data
             logger.info("no per-use gradients: %s", error)
     else:
         return {}, set(wanted)
@@ -88,7 +88,7 @@ def _edges(outputs: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def hand_out_unsummed(joint: GraphModule, context: TraceContext) -> None:
-    """Return the parts of sums, at the gradients of the inputs that were added for them."""
+    """Return the terms of sums one by one, as the gradients of the inputs that were added for the uses."""
     output = joint.graph.output_node()
     flat = list(output.args[0])  # type: ignore[arg-type]
     places = aot_metadata.gradient_places(joint)
@@ -106,7 +106,7 @@ def hand_out_unsummed(joint: GraphModule, context: TraceContext) -> None:
 
 
 def _parts(total: Any, count: int) -> list[Node]:
-    """What the engine added up to a total, first to last; fewer than ``count`` where it is unknown."""
+    """The gradients that the engine added up to a total, first to last; fewer than ``count`` if unknown."""
     parts: list[Node] = []
     while len(parts) < count - 1 and is_sum(total):
         total, part = total.args

@@ -1,9 +1,9 @@
 """Backwards of batch normalisation in training, without running statistics.
 
-They are differentiated by the statistics of the batch, which the forward saved. A traced backward takes the
-running ones all the same, as autograd hands them over: the new ones, which a graph computes beside the old,
-so that all of them would be held until then. They are optional, and PyTorch's kernel for the CPU does not
-look at them in training (``batch_norm_backward_cpu_template`` in ``aten/src/ATen/native/Normalization.cpp``).
+The backward uses the statistics of the batch, which the forward saved. A traced backward takes the running
+ones all the same, as autograd passes them: a graph would hold the new ones, beside the old, until then. They
+are optional, and PyTorch's kernel for the CPU does not read them in training
+(``batch_norm_backward_cpu_template`` in ``aten/src/ATen/native/Normalization.cpp``).
 """
 
 import torch
@@ -16,11 +16,11 @@ _RUNNING = (3, 4)
 """The positions of running mean and variance among its arguments."""
 _TRAIN = 7
 _SEEN = frozenset(("cpu", "meta"))
-"""Of which types of device it was seen; a module on the meta device is planned for the CPU."""
+"""Types of device where this was checked; a module on the meta device is planned for the CPU."""
 
 
 def read_no_running_statistics(joint: GraphModule, context: TraceContext) -> None:
-    """Hand no running statistics to backwards that do not look at them."""
+    """Hand no running statistics to backwards that do not read them."""
     if context.cuda:
         return
     for node in joint.graph.find_nodes(op="call_function", target=_BACKWARD):

@@ -1,6 +1,7 @@
 """Operations that make tensors without naming their type, under another default type than PyTorch's own.
 
-What they make depends on where they run: again in a backward, or by themselves to be measured.
+The type of their results depends on the default type at the moment when they run: later, in a backward or in
+a measurement, it may be another.
 """
 
 import torch
@@ -13,7 +14,7 @@ _OWN = torch.float32
 
 
 def name_types_of_new_tensors(joint: GraphModule, context: TraceContext) -> None:  # noqa: ARG001
-    """Name the types that such operations make here."""
+    """Write the types of their results in the trace into the arguments of such operations."""
     if torch.get_default_dtype() is _OWN:
         return
     for node in joint.graph.nodes:

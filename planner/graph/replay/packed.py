@@ -1,8 +1,8 @@
 """Masks that are kept as bits: an operation that runs again by unpacking its result.
 
-The first run makes a boolean value, and right after it these are packed, eight to a byte. What stands for a
-second run unpacks them; it reads nothing else, so that neither the operation nor its inputs are needed again.
-No operation matches this rule: a schedule says which masks are packed.
+The first run makes a boolean tensor, and right after it the booleans are packed, eight to a byte. In place of
+a second run they are unpacked, which reads nothing else: neither the operation nor its inputs are needed
+again. No operation matches this rule: a schedule says which masks are packed.
 """
 
 from collections.abc import Collection, Sequence
@@ -68,7 +68,7 @@ def bits_of(mask: torch.Tensor) -> torch.Tensor:
 
 
 def read_sizes(graph: FxGraph, nodes: Collection[Node]) -> None:
-    """Add what reads the symbolic sizes of masks, right after these, so that they can be unpacked."""
+    """Add nodes that read the symbolic sizes of masks, right after these: unpacking needs the sizes."""
     for node in nodes:
         for dimension, size in enumerate(node.meta["val"].shape):
             if not isinstance(size, int) and _size(node, dimension) is None:

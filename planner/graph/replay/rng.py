@@ -65,8 +65,8 @@ def run_from_state(
 def _in_state(generator: torch.Generator, state: torch.Tensor) -> Iterator[None]:
     """Let a generator draw from a state for a while.
 
-    A GPU's draws from another generator's numbers: setting its state would also have cuDNN's recurrent layers
-    make theirs, of the dropout between layers, anew in the next step, which eager does not.
+    A GPU's generator draws by another generator's state: setting its own state would also have cuDNN's
+    recurrent layers make their state of dropout anew in the next step, which eager does not.
     """
     present: Any
     put: Callable[[Any], Any]

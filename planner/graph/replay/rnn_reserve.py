@@ -1,4 +1,4 @@
-"""oneDNN's recurrent layers are run, first and again, so that they keep what their backward needs.
+"""oneDNN's recurrent layers run, first and again, so that they keep the reserve that their backward needs.
 
 The kernel makes its reserve only where autograd is on, whatever its ``train`` argument says, and the emitted
 graphs run without autograd.
@@ -30,7 +30,7 @@ RULES = (RnnReserve(),)
 
 
 def with_reserve(operator: Any, *args: Any) -> Any:
-    """Run a recurrent layer so that it keeps what its backward needs."""
+    """Run a recurrent layer so that it keeps the reserve that its backward needs."""
     detached = (a.detach() if isinstance(a, torch.Tensor) else a for a in args)
     with torch.enable_grad():
         return operator(*(list(map(torch.Tensor.detach, a)) if isinstance(a, list) else a for a in detached))

@@ -22,9 +22,9 @@ _CONTAINERS = frozenset(
 def know_methods_by_name(ours: Callable[[Any], bool]) -> None:
     """Recognise a bound method by its object and its name, as ``results.append`` in ``results.append(f(x))``.
 
-    Where a graph ends inside ``f``, the method is on the stack, and the code behind gets it as an argument.
-    Python makes it anew for each call, and Dynamo knows it by its address: that code is captured in every
-    step, and never found again.
+    Where a graph ends inside ``f``, the method is on the stack, and the code after the graph gets it as an
+    argument. Python makes a new method object for each call, and Dynamo guards its address: that code would
+    be captured again in every step.
 
     Args:
         ours: Whether a translator of Dynamo's works for a backend of ours.

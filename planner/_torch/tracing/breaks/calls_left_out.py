@@ -1,6 +1,6 @@
 """Calls that no graph holds: Dynamo ends a graph before them, and the line runs as written.
 
-What runs so is a reason for ``backend="auto"`` to follow the step by replaying.
+Such a line is a reason for ``backend="auto"`` to choose replay.
 """
 
 import functools
@@ -21,16 +21,16 @@ from planner._torch.tracing.rules import handle, handler_of
 IsOurs = Callable[[Any], bool]
 """Whether an instruction translator of Dynamo's traces for a planned module."""
 
-# Names of functions that choose the type of new tensors, kernels, or how these round, for the whole process.
-# Dynamo puts such a call into the graph, or behind it: all of the graph would run as things stand there.
+# Names of functions that set, for the whole process, the type of new tensors, kernels, or how these round.
+# Dynamo puts such a call into the graph, or after it: all of the graph would run under one setting.
 _SETS = re.compile(
     r"_?set_(default_(dtype|tensor_type)|deterministic|float32|fp32|mkldnn|cudnn|cublas|nnpack|blas|linalg"
     r"|math_sdp|sdp_use)\w*|set_flags|use_deterministic_algorithms|enable_\w+_sdp"
 )
 _HOMES_OF_SETTINGS = re.compile(r"torch(\._C|\.backends\.\w+)?")
 
-# Names of functions that raise an error for some data and none for others: a matrix has no inverse. A graph
-# would raise it where it runs, past the `try` around the call.
+# Names of functions that raise an error for some data only, as where a matrix has no inverse. A graph would
+# raise it where the graph runs, outside of the `try` around the call.
 _FAIL_BY_DATA = re.compile(
     r"(linalg_)?(cholesky|inv|inverse|solve|solve_ex|eigh|eigvalsh|eig|eigvals|svd|svdvals|lstsq|pinv|pinverse"
     r"|tensorinv|tensorsolve|ldl_factor|lu_factor|lu|qr|cond)|multinomial"
@@ -38,7 +38,7 @@ _FAIL_BY_DATA = re.compile(
 
 
 def end_graph(kind: str, why: str) -> NoReturn:
-    """End the graph that is being captured before the call that Dynamo has come to."""
+    """End the graph that is being captured before the call that Dynamo has reached."""
     unimplemented(gb_type=kind, context="", explanation=why, hints=[])
 
 
@@ -55,7 +55,7 @@ def leave_out_calls(is_ours: IsOurs) -> None:
 
 
 Refusal = Callable[..., tuple[str, str] | None]
-"""Given the translator and the arguments: the kind of the call and why no graph holds it; None: one does."""
+"""Given translator and arguments: the kind of the call and why no graph may hold it; None if one may."""
 
 
 def _leave_out_where(subject: str, function: Callable[..., Any], is_ours: IsOurs, refusal: Refusal) -> None:

@@ -1,7 +1,7 @@
-"""What follows from sizes and constants alone is known while a graph is captured.
+"""Values that follow from sizes and constants alone are computed while a graph is captured.
 
-Models compute positions from ``torch.arange`` and ask them whether sequences are packed: a condition on a
-tensor, at which Dynamo ends the graph though no datum decides it. Where all that a value is computed from are
+Models compute positions from ``torch.arange`` and read from them whether sequences are packed: a condition on
+a tensor, at which Dynamo ends the graph though no data decide it. Where a value is computed only from
 integers and truth values that the forward itself makes, it is computed at once, as eager computes it, and the
 graph goes on. Sizes that it depends on are guarded, symbolic ones by their number.
 """
@@ -31,7 +31,7 @@ from planner._torch.patches import replace, replace_entries
 _JUMPS = ("POP_JUMP_IF", "POP_JUMP_FORWARD_IF", "POP_JUMP_BACKWARD_IF", "JUMP_IF")
 """Beginnings of the names of Python's conditional jumps."""
 _ON_TRUTH = ("TRUE", "FALSE", "OR_POP")
-"""Ends of those that ask whether something is true, and not whether it is None."""
+"""Ends of the names of those that test truth, not whether a value is None."""
 _MOST_NODES = 1000
 _MOST_ELEMENTS = 2**20
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
@@ -47,7 +47,7 @@ _backends: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def decide_constant_conditions(backend: Callable[..., Any], backend_of: Callable[[Any], Any]) -> None:
-    """Have graphs that are captured for a backend go on where a value is known that eager would read.
+    """Let graphs captured for a backend go on where eager would read a value that is known here.
 
     Args:
         backend: The backend.
@@ -127,7 +127,7 @@ def known_value(node: Node) -> torch.Tensor | None:
 
 
 def _made_of(node: Node) -> list[Node] | None:
-    """All that a node is computed from, in order, if that is sizes and constants; None if it is not."""
+    """The nodes that a node is computed from, in order; None if these are not only sizes and constants."""
     found: dict[Node, None] = {}
     ahead = [node]
     while ahead:
@@ -159,10 +159,10 @@ def _is_discrete(value: torch.Tensor) -> bool:
 
 
 def _may_be_written(nodes: list[Node]) -> bool:
-    """Whether anything in the graph may write to what some nodes lie in, also through a view or an alias.
+    """Whether anything in the graph may write to the memory of some nodes, also through a view or an alias.
 
-    Versions do not tell of all that is written, as through ``x.data``. What is no function of PyTorch's or
-    Python's that is known not to write may.
+    Version counts miss some writes, as through ``x.data``. A function may write unless it is one of PyTorch's
+    or Python's that is known not to.
     """
     storages = {key for node in nodes if (key := _storage(node)) is not None}
     return any(
@@ -193,7 +193,7 @@ def _only_reads(node: Node) -> bool:
 
 
 def _is_known(target: Any) -> bool:
-    """Whether a function is PyTorch's or Python's: what those of users do, and remember, nobody knows."""
+    """Whether a function is PyTorch's or Python's: a user's may do, and remember, anything."""
     if isinstance(target, torch._ops.OpOverload):
         return not is_foreign(target)
     module = str(getattr(target, "__module__", None) or "torch")  # what C++ defines has none
@@ -234,7 +234,7 @@ def _on_cpu(given: Any) -> Any:
 
 
 class _NotRepeatableError(Exception):
-    """An operation whose result may be another each time."""
+    """An operation whose result may differ between calls."""
 
 
 class _Repeatable(TorchDispatchMode):

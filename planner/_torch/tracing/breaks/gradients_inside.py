@@ -33,12 +33,12 @@ _CREATE_GRAPH = 4
 
 @functools.cache
 def follow_gradients_inside(is_ours: IsOurs) -> None:
-    """Follow what Dynamo gives up although it can be followed, and give up what it follows and gets wrong.
+    """Change which calls Dynamo traces: trace some that it gives up, and give up some that it gets wrong.
 
-    It gives up where what is differentiated has come from another graph. That matters only if there a tensor
-    by which it is differentiated leads to another input of this graph; calls of planned graphs look for that
-    (`planner/_torch/joint/gradients_inside.py`). It takes ``tensor.backward()`` apart, which in eager goes
-    through the hooks of parameters and adds to gradients in place.
+    It gives up where the differentiated tensor comes from another graph. That is wrong only if, in that other
+    graph, a tensor that the call differentiates by leads to another input of this graph; calls of planned
+    graphs look for that (`planner/_torch/joint/gradients_inside.py`). It traces ``tensor.backward()`` as
+    plain operations; in eager that runs the hooks of parameters and adds to gradients in place.
     """
     for differentiate in (torch.autograd.grad, torch._functorch.eager_transforms._autograd_grad):
         by_default = differentiate is not torch.autograd.grad
@@ -70,7 +70,7 @@ def _unless_functions(differentiate: Any, by_default: bool, is_ours: IsOurs) -> 
         with replaced(functions, {"_collect_all_grad_fns": lambda _: _NONE}):
             found = differentiate(variable, tx, *args, **kwargs)
         if not by_default and _lacks_some(found) and _comes_from_outside(tx, args, kwargs):
-            # Python code decides by the None, and no call of the graph can tell that it should be none.
+            # Python code branches on the None, before any call of the graph can find that it is wrong.
             end_graph(
                 "a gradient that may lead through another graph",
                 "torch.autograd.grad(..., allow_unused=True) gives None as far as this graph tells, and what "
@@ -86,9 +86,9 @@ def _lacks_some(found: Any) -> bool:
 
 
 def _comes_from_outside(tx: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether what is differentiated depends on an input of the graph that may have been computed before.
+    """Whether the differentiated tensor depends on an input of the graph that may have been computed before.
 
-    Parameters are not: they are leaves.
+    Parameters have not: they are leaves.
     """
     outputs = functions._collect_tensors_with_sources(args[0] if args else kwargs["outputs"])
     starts = [edge_of(tensor) for tensor, _ in outputs if tensor.requires_grad]

@@ -1,9 +1,9 @@
-"""A break inside a call is found once, and not again by each frame of the call.
+"""A break deep inside calls is found once, not once more in each frame on the way.
 
-Where a call cannot be traced, Dynamo ends the graph before it and runs it as it is; then it traces the frame
-that was called, up to the same place, ends the graph before the next call, and so on: the way down is traced
-once for each frame on it. Half of a capture of Hugging Face's models goes into this, whose masks ask data ten
-calls below. The first trace says where all of these frames will end.
+Where a call cannot be traced, Dynamo ends the graph before it and runs the call. Then it traces the called
+frame, up to the same place, ends that graph before the next call, and so on: the way down is traced once for
+each frame on it. Half of a capture of Hugging Face's models goes into this, whose masks read data ten calls
+below. But the first trace already tells where all of these frames will end.
 """
 
 import functools
@@ -22,7 +22,7 @@ from planner._torch.patches import replace
 _CALLS = "_planner_calls"
 """The attribute of a translator that counts what its frame called."""
 _INSIDE = "_planner_inside"
-"""The attribute of an error that says in which frames inside the traced one it arose: the innermost first."""
+"""The attribute of an error that lists the frames inside the traced one that it passed, innermost first."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class _Break:
     """A call that cannot be traced.
 
     Attributes:
-        code, offset: Of the frame that calls, and of its instruction in bytes.
-        called: The code of the frame that is called.
+        code, offset: The code of the calling frame, and the place of its instruction in bytes.
+        called: The code of the called frame.
         before: How often the instruction called that code before, as in a loop.
-        reason, stack: Why it cannot be traced, and where that arose.
+        reason, stack: Why it cannot be traced, and where.
     """
 
     code: CodeType
@@ -49,13 +49,13 @@ _expected: list[_Break] = []
 
 
 def forget_known_breaks() -> None:
-    """What comes is another forward."""
+    """Forget them: another forward comes next."""
     _expected.clear()
 
 
 @functools.cache
 def break_where_it_broke(is_ours: Callable[[Any], bool]) -> None:
-    """Have captures of ours fail at once at calls that were found to fail.
+    """Have our captures break at once at calls that are known to break.
 
     Args:
         is_ours: Whether an instruction translator traces for a planned module.
@@ -92,7 +92,7 @@ def break_where_it_broke(is_ours: Callable[[Any], bool]) -> None:
 
 
 def _calls_before(caller: Any, called: CodeType) -> int:
-    """How often the instruction that a frame is at has called that code; counts this call, too."""
+    """How often the present instruction of a frame has called that code before; counts this call."""
     counts = vars(caller).setdefault(_CALLS, Counter())
     call = caller.current_instruction.offset, called
     counts[call] += 1

@@ -1,8 +1,8 @@
-"""Loops that graphs break in: each item is looked at when its iteration begins.
+"""Loops that graphs break in: Dynamo looks at each item only when its iteration begins.
 
-What comes after the break of one iteration is a frame of its own, given an iterator with what is left. Where
-iterations are alike, as over layers that are regions, one capture serves all of them but the last: it holds
-for iterators with as many items as it took, or more.
+The code after a break in one iteration is a frame of its own, which is given the iterator with the remaining
+items. Where iterations are alike, as over layers that are regions, one capture serves all of them but the
+last: its guard asks for as many items as the capture took, or more.
 """
 
 import functools
@@ -21,11 +21,11 @@ from planner._torch.patches import replace
 
 @functools.cache
 def look_at_items_one_by_one(is_ours: Callable[[Any], bool]) -> None:
-    """Do not look at all layers that are still to come each time that a graph ends in a loop over layers.
+    """Where a graph ends in a loop over layers, do not look at the remaining layers.
 
-    Dynamo makes variables of all that is left of an iterator when it goes on after a break, and captures
-    again for every number of items that are left: the square of the number of layers. Here an item that has
-    not been come to is handed on as it is, and their number counts only where the end was come to.
+    When Dynamo resumes after a break, it makes variables of all remaining items of an iterator, and captures
+    again for each number of them: work quadratic in the number of layers. Here an item that the loop has not
+    reached is passed on untouched, and the number of items is guarded only where the loop reached the end.
     """
     all_at_once = VariableBuilder.wrap_tuple_iterator
 
@@ -49,10 +49,10 @@ def look_at_items_one_by_one(is_ours: Callable[[Any], bool]) -> None:
 
 @functools.cache
 def move_iterators_that_are_unpacked(is_ours: Callable[[Any], bool]) -> None:
-    """Leave an iterator where eager leaves it, also when a call takes all of it.
+    """Leave an iterator where eager leaves it, also after a call that takes all of it.
 
-    ``tuple(iterator)``, ``[*iterator]`` and ``items.extend(iterator)`` were not told to the code behind a
-    graph: a loop over that iterator then went on with what had been taken.
+    Dynamo does not tell the code after a graph of ``tuple(iterator)``, ``[*iterator]`` and
+    ``items.extend(iterator)``: a loop over that iterator would get the taken items again.
     """
     unpacked = ListIteratorVariable.unpack_var_sequence
 
@@ -67,8 +67,8 @@ def move_iterators_that_are_unpacked(is_ours: Callable[[Any], bool]) -> None:
 
 
 class _Untouched(list[Any]):
-    """Items that are looked at one by one: what walks through lists and makes variables of all that is in
-    them goes by a list of another class."""
+    """A list whose items are looked at one by one: code of Dynamo that makes variables of all items of a list
+    passes by lists of other classes."""
 
     were_taken_together = False
 

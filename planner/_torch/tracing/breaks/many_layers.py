@@ -1,4 +1,4 @@
-"""What Dynamo does for each layer of a model, in each of the functions that it traces."""
+"""Work that Dynamo does for each layer of a model, in each function that it traces: done once."""
 
 import functools
 import operator
@@ -21,17 +21,16 @@ _Reference = weakref.ref[torch.nn.Module]
 _mark = operator.attrgetter("_dynamo_static_input_type")
 
 _METHODS = ("og_module_named_parameters_fn_ptr", "og_module_named_buffers_fn_ptr")
-"""What Dynamo compares a module's methods with: it marks what they return if they are PyTorch's own."""
+"""The methods of ``nn.Module`` that Dynamo compares a module's with: it marks results of PyTorch's own."""
 
 
 @functools.cache
 def mark_parameters_once(is_ours: Callable[[Any], bool]) -> None:
-    """Mark the parameters of a module as such the first time that Dynamo comes to it, or to one around it.
-    Dynamo marks them in every function.
+    """Mark the parameters of a module only the first time that Dynamo reaches it, or a module around it.
 
-    The marks stay on the tensors, until others mark these otherwise, as ``torch.compile`` around an
-    optimizer's step does. A model of many layers is come to in each function of its own that goes on behind
-    a region, with all of its parameters.
+    Dynamo marks them in every function, although the marks stay on the tensors until others change them, as
+    ``torch.compile`` around an optimizer's step does. With regions, it reaches all layers of a model, and all
+    of their parameters, in each function that it traces after a region.
     """
     wrap = VariableBuilder.wrap_module
     known: dict[int, list[_Reference]] = {}  # the module, and those in it: tensors can be exchanged
@@ -70,8 +69,8 @@ def _are_marked(references: list[_Reference]) -> bool:
 
 @functools.cache
 def take_parts_of_lists_at_once(is_ours: Callable[[Any], bool]) -> None:
-    """Loop over part of a list of modules, as in ``for layer in self.layers[:n]``, without making a list of
-    modules of that part: Dynamo traces how each is put in."""
+    """Loop over a slice of a list of modules, as in ``for layer in self.layers[:n]``, without making an
+    ``nn.ModuleList`` of it: Dynamo would trace how each module is put in."""
     taken_from = UnspecializedNNModuleVariable.mp_subscript_impl
 
     def at_once(self: Any, tx: Any, key: Any) -> Any:
@@ -91,5 +90,5 @@ def take_parts_of_lists_at_once(is_ours: Callable[[Any], bool]) -> None:
 
 
 def _is_looped_over(tx: Any) -> bool:
-    """Whether nothing is done with what is on top of the stack next but to loop over it."""
+    """Whether the next instruction loops over the value on top of the stack."""
     return bool(tx.instructions[tx.instruction_pointer].opname == "GET_ITER")

@@ -1,4 +1,4 @@
-"""What a library does to a model in its first forward only, done before it is traced."""
+"""Set-up that a library does in a model's first forward only, run before the forward is traced."""
 
 import sys
 from collections.abc import Callable
@@ -26,11 +26,11 @@ module. They compute nothing, and do nothing to a module that has the attribute.
 
 
 def set_up_before_tracing(is_ours: IsOurs) -> None:
-    """Run such a function for real where the trace comes to it, and trace again from the start.
+    """Run such a function for real where the trace reaches it, and trace again from the start.
 
-    Dynamo cannot follow it (it takes a lock and registers hooks): the first forward would run in pieces, the
-    later ones not, for which the plan is made. To be called before each trace: the libraries may have been
-    imported since.
+    Dynamo cannot trace it, since it takes a lock and registers hooks. So the first forward would break into
+    pieces, while later ones, which the plan is for, would not. Call this before each trace: the libraries may
+    have been imported since the last one.
     """
     for library, (name, attribute) in _SETS_UP.items():
         function = getattr(sys.modules.get(library), name, None)
