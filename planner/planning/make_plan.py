@@ -80,6 +80,8 @@ def make_plan(
     if isinstance(solved, Solution):
         solved = Solved(solved, prepared.problem)
     solution, problem = solved.solution, solved.problem
+    if isinstance(problem, ReplayProblem):
+        problem = problem.as_it_runs(solution.schedule)
     captured, resident = prepared.captured, prepared.resident
     model, meter = prepared.model, prepared.meter
     graph = problem.graph

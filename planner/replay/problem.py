@@ -36,8 +36,10 @@ from planner.replay.capture import ReplayedStep
 from planner.replay.recorder import Made
 from planner.replay.units import ROOT
 from planner.training_step.recorder import Event
+from solvers.model.arrays import Schedule
 from solvers.model.graph import GLUE_REGION, Graph, Op, Phase, Value
 from solvers.model.indices import BaseOp, Region, RowId, ValueId, base_op
+from solvers.model.schedule import simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class ReplayProblem(Problem):
         calls_of: For rows that may run again the events that then happen: its own, and those that write over
             its results. Of the problem in which nothing is packed.
         row_of_event: The row of each event. Of the same problem.
+        number_bytes: By operation, what Python numbers take that only a dispatch mode makes tensors of.
     """
 
     replayed: ReplayGraph = field(default_factory=ReplayGraph)
@@ -114,6 +117,21 @@ class ReplayProblem(Problem):
     operators: tuple[str, ...] = ()
     calls_of: Mapping[BaseOp, tuple[int, ...]] = field(default_factory=dict)
     row_of_event: Mapping[int, BaseOp] = field(default_factory=dict)
+    number_bytes: Mapping[int, int] = field(default_factory=dict)
+
+    def as_it_runs(self, schedule: Schedule) -> "ReplayProblem":
+        """The problem of a plan. One that drops nothing runs as it is, without a dispatch mode."""
+        graph = self.graph
+        if len(schedule) > graph.base_length or not self.number_bytes:
+            return self
+        less = [self.number_bytes.get(s.op, 0) if s.graph >= 0 else 0 for s in self.sources]
+        base = (
+            replace(op, workspace_bytes=op.workspace_bytes - n)
+            for op, n in zip(graph.ops, less, strict=False)
+        )
+        graph = replace(graph, ops=(*base, *graph.ops[graph.base_length :]))
+        dropped = simulate(graph, schedule).peak_bytes < self.eager.peak_bytes
+        return self if dropped else replace(self, graph=graph)
 
     def backward_sequences(self, captured: Any, schedule: Any) -> list[list[list[int]]]:
         """What the backward runs under a schedule: entries, and calls of the forward that run again."""
@@ -153,6 +171,7 @@ def build_replayed(
         operators=tuple(map(str, captured.saved.operators)),
         calls_of=builder.calls_of,
         row_of_event={row.event: base_op(i) for i, row in enumerate(builder.rows)},
+        number_bytes=builder.number_bytes,
     )
 
 
@@ -179,6 +198,7 @@ class _Builder:
         self._ids: dict[int, int] = {}  # by event: the operation of the graph
         self._entry_ids: dict[int, int] = {}  # by row
         self.calls_of: dict[BaseOp, tuple[int, ...]] = {}
+        self.number_bytes: dict[int, int] = {}
 
     # ---- what may run again -------------------------------------------------------------------------
 
@@ -404,8 +424,10 @@ class _Builder:
             call = self.events[row.event].call
             assert call is not None
             row.op.seconds, row.op.workspace_bytes = seconds[call], memories[call].workspace_bytes
-            if self.saved.made[row.event].position >= 0:
-                row.op.workspace_bytes += self._number_bytes(call)
+            if self.saved.made[row.event].position >= 0 and (numbers := self._number_bytes(call)):
+                row.op.workspace_bytes += numbers
+                if row.event in self._ids:
+                    self.number_bytes[self._ids[row.event]] = numbers
             key = call, tuple(values[v].bytes for v in row.made)
             if row.made and key not in known:
                 known[key] = real_sizes(calls[call], memories[call], list(key[1]))
