@@ -84,8 +84,8 @@ def as_file(device: Device) -> dict[str, object]:
 def _current() -> int:
     if not torch.cuda.is_available():
         raise DeviceError(
-            "this machine has no CUDA device to calibrate: plans for devices by name, as "
-            "device='A100-80GB', use published figures"
+            "no CUDA device is here to calibrate: plans for devices by name, as device='A100-80GB', use "
+            "published figures"
         )
     return torch.cuda.current_device() if torch.cuda.is_initialized() else 0
 
