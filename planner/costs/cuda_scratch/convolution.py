@@ -130,7 +130,7 @@ class _Convolution:
 
     @property
     def copied(self) -> bool:
-        """One of one point runs on copies too: images of odd size or few points, large weights."""
+        """Whether a kernel of one point runs on copies: images of odd size or few points, large weights."""
         if self.half:
             large = self.weight.elements >= _LARGE_HALF_WEIGHT and self.points % 8 != 0
         else:
@@ -166,7 +166,7 @@ def _convolution_backward(arguments: Arguments, processor: Processor) -> int:
 
 
 def _asks_backward(call: _Convolution) -> bool:
-    """Whether anything is asked for: by small ones nothing is."""
+    """Whether a convolution asks for workspace; small ones ask for none."""
     if call.pointwise and not call.strided:
         few = not call.half and call.points > 1 and call.weight.elements >= _LEAST_WEIGHT
         return call.products >= _SMALL_PRODUCT or (few and call.points < _TILE)
