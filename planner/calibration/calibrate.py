@@ -57,9 +57,9 @@ def calibrate(
         check_writable(path)
         around.enter_context(generators_restored())
         measured = measure(here, sizes, free_before)
-    found = with_figures(table, measured)
-    write_atomically(path, json.dumps(as_file(found), indent=1) + "\n")
-    return Calibration(found, table, measured, os.fspath(path))
+    calibrated = with_figures(table, measured)
+    write_atomically(path, json.dumps(as_file(calibrated), indent=1) + "\n")
+    return Calibration(calibrated, table, measured, os.fspath(path))
 
 
 def with_figures(table: Device, measured: Measured) -> Device:

@@ -68,7 +68,7 @@ def measure(device: torch.device, sizes: Sizes, free_before: int | None = None) 
 
     Args:
         device: The device.
-        sizes: How large what is measured is.
+        sizes: The sizes of the measured operations.
         free_before: Bytes of its memory that were free before this process used it; None where that is not
             known, and other processes' memory counts with the context.
     """

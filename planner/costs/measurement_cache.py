@@ -110,8 +110,8 @@ def call_signature(func: object, args: Sequence[Any], kwargs: Mapping[str, Any],
     named = [f"{name}={_text(value)}" for name, value in sorted(kwargs.items())]
     whole = whole_storage(func, args)
     inside = f" in {whole[0]} from {whole[1]}" if whole is not None else ""
-    found = f" gives {_text(sizes)}" if sizes is not None else ""
-    return f"{func}({', '.join([*map(_text, args), *named])}){inside}{found}"
+    gives = f" gives {_text(sizes)}" if sizes is not None else ""
+    return f"{func}({', '.join([*map(_text, args), *named])}){inside}{gives}"
 
 
 def _text(value: Any) -> str:

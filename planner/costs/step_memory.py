@@ -46,8 +46,8 @@ class StepMemoryModel:
         Args:
             dynamic_peak_bytes: The most that forward and backward hold over entry.
             final_bytes: Bytes that they leave: gradients, outputs.
-            allocations: Their allocations, in order, to predict what the allocator of a GPU reserves; None
-                leaves fragmentation out.
+            allocations: Their allocations, in order, to predict fragmentation in the allocator of a GPU; None
+                leaves it out.
         """
         forward_backward = self.resident.total + dynamic_peak_bytes
         resident = self.resident.total - self.resident.unreduced_bytes + self.reduced_bytes

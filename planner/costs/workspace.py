@@ -231,9 +231,9 @@ class WorkspaceMeter:
                 peak, net = counted_on_cuda(run, self.device)
             check(call, outputs[-1])
             sizes = _output_bytes(outputs, inputs, on="cuda")
-            found = _Run(OpMemory(peak - net, sizes), net - sum(map(_rounded, sizes)))
+            measured = _Run(OpMemory(peak - net, sizes), net - sum(map(_rounded, sizes)))
             # The counters include remainders that the allocator does not split off blocks; its events do not.
-            return found if exactly or found.clean else run_one(key, call, exactly=True)
+            return measured if exactly or measured.clean else run_one(key, call, exactly=True)
 
         runs = {}
         with torch.cuda.device(self.device):

@@ -207,8 +207,8 @@ class _SmoothedLoss:
         return cls(factor, shifts, getattr(adapted, "accepts_loss_kwargs", takes_more))
 
     def __call__(self, output: Any) -> Any:
-        if (found := _loss_of_output(output)) is not None:
-            return found  # a batch without labels
+        if (loss := _loss_of_output(output)) is not None:
+            return loss  # a batch without labels
         logits = output.get("logits") if isinstance(output, Mapping) else output[0]
         if not isinstance(logits, torch.Tensor):
             return None

@@ -42,10 +42,10 @@ class Padded:
 
     def _batch(self, tree: Any) -> Any:
         """One batch, whose sequences all have the same length."""
-        found = Counter(int(t.shape[1]) for t in tensors_in(tree) if t.dim() >= 2)
-        if not found:
+        lengths = Counter(int(t.shape[1]) for t in tensors_in(tree) if t.dim() >= 2)
+        if not lengths:
             return tree
-        ((tokens, _),) = found.most_common(1)
+        ((tokens, _),) = lengths.most_common(1)
 
         def padded(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dim() < 2 or tensor.shape[1] != tokens or tokens >= self.length:

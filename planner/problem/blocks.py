@@ -12,7 +12,7 @@ def told_to_recompute(graph: Graph) -> list[ValueId]:
     A value that anything outside of its block reads is not among them. Of nested blocks the outermost counts.
     """
     owner = [_outermost(op) for op in graph.ops[: graph.forward_length]]
-    found = []
+    values = []
     for i, op in numbered(BaseOp, graph.ops[: graph.forward_length]):
         if owner[i] is None:
             continue
@@ -22,8 +22,8 @@ def told_to_recompute(graph: Graph) -> list[ValueId]:
                 continue
             readers = [r for r in graph.consumers[value] if r < graph.forward_length]
             if all(owner[r] == owner[i] for r in readers):
-                found.append(value)
-    return found
+                values.append(value)
+    return values
 
 
 def names_of(op: Op) -> list[str]:

@@ -196,8 +196,8 @@ class _Builder:
         calls = {n: row.call for n, row in zip(numbers, self.rows, strict=True)}
         calls |= {id(call): call for call in again.values()}
         distinct = {n: call for n, call in calls.items() if call is not None}
-        found = dict(zip(distinct, meter.measure(list(distinct.values())), strict=True))
-        return [found.get(n, NOT_RUN) for n in numbers], {i: found[id(call)] for i, call in again.items()}
+        of_call = dict(zip(distinct, meter.measure(list(distinct.values())), strict=True))
+        return [of_call.get(n, NOT_RUN) for n in numbers], {i: of_call[id(call)] for i, call in again.items()}
 
     def _numbers(self) -> list[int]:
         """The identity of the call of each row, which executions of a graph share."""

@@ -117,14 +117,14 @@ class EmittedStepModel:
 
     def programs(self, graph: int, sequence: Program) -> tuple[EmittedRun, EmittedRun]:
         """The forward and the backward program of a graph's schedule."""
-        found = self._programs.get((graph, sequence))
-        if found is None:
+        halves = self._programs.get((graph, sequence))
+        if halves is None:
             joint = self.captured.graphs[graph].joint
             assert joint is not None
-            halves = partition(joint, sequence, copying=self.copying)
-            found = self._run(halves.forward, "forward"), self._run(halves.backward, "backward")
-            self._programs[graph, sequence] = found
-        return found
+            split = partition(joint, sequence, copying=self.copying)
+            halves = self._run(split.forward, "forward"), self._run(split.backward, "backward")
+            self._programs[graph, sequence] = halves
+        return halves
 
     def _run(self, module: GraphModule, role: Role) -> EmittedRun:
         program, run, arguments = self.lowering.emitted(module, role)

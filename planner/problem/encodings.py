@@ -149,8 +149,8 @@ def _masked_by_signs(joint: JointGraph | None) -> dict[int, tuple[JointOp, Joint
     """The backwards of ReLUs in a graph that can read bits, by index: each ReLU with its backward."""
     if joint is None:
         return {}
-    found = [(relu_before(joint, op), op) for op in joint.ops]
-    return {op.index: (relu, op) for relu, op in found if relu is not None}
+    pairs = [(relu_before(joint, op), op) for op in joint.ops]
+    return {op.index: (relu, op) for relu, op in pairs if relu is not None}
 
 
 @dataclass(frozen=True)

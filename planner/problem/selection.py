@@ -107,15 +107,15 @@ def _of_collectives(graph: Graph) -> list[ValueId]:
 
 def _overwritten(graph: Graph, kept: Collection[ValueId]) -> list[ValueId]:
     """The values that the step changes in place before the backward, which can run again."""
-    found = [v for v in graph.value_ids if graph.values[v].overwritten and graph.recompute_row[v] >= 0]
-    if both := sorted(set(found) & set(kept)):
+    changed = [v for v in graph.value_ids if graph.values[v].overwritten and graph.recompute_row[v] >= 0]
+    if both := sorted(set(changed) & set(kept)):
         op = graph.ops[graph.producer[both[0]]]
         raise SelectionError(
             f"the result of {_operator(op)} in {op.module or 'the model'} is to be kept, and the step "
             "changes it in place before the backward: it can only be made again. Leave it out of keep= and "
             "checkpoints=, or change a copy (y = y + 1, not y += 1)"
         )
-    return found
+    return changed
 
 
 def _matched(op: Op, pattern: str) -> str:

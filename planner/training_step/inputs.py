@@ -52,14 +52,14 @@ def read_step(
     """
     check_model(model)
     _check_gradients_are_on(of)
-    given, named, what = _read(args, of)
+    given, named, subject = _read(args, of)
     if kwargs is not None:
         more = _read_named(kwargs, len(given))
         if twice := named.keys() & more.keys():
             raise InputError(f"{min(twice)!r} is given twice, in the mapping of inputs and in kwargs=")
         named = {**named, **more}
     step = Step.of(model, given, named, check_loss(loss), checked_outputs(outputs))
-    _check_call(model, step, what)
+    _check_call(model, step, subject)
     return step
 
 
@@ -131,7 +131,7 @@ def check_loss(loss: Any) -> Loss | None:
 
 
 def _read(inputs: Any, of: str) -> tuple[tuple[Any, ...], dict[str, Any], str]:
-    """Positional arguments, keyword arguments, and what to call them in messages."""
+    """Positional arguments, keyword arguments, and their name in messages."""
     if isinstance(inputs, DataLoader):
         batch = _first_batch(inputs)
         if isinstance(batch, torch.Tensor | Mapping | tuple | list):
@@ -194,7 +194,7 @@ def _check_gradients_are_on(of: str) -> None:
     raise InputError(f"{of} was called under {off}, where there is no backward to plan: {instead}")
 
 
-def _check_call(model: torch.nn.Module, step: Step, what: str) -> None:
+def _check_call(model: torch.nn.Module, step: Step, subject: str) -> None:
     """Check that a model's forward takes the inputs, where its call hands them on as they are."""
     if not calls_forward_as_given(model):
         return
@@ -211,7 +211,7 @@ def _check_call(model: torch.nn.Module, step: Step, what: str) -> None:
             "loss=lambda output: criterion(output, y)"
         )
     raise InputError(
-        f"{what} cannot be passed to {name}.forward, which takes {_parameters(model.forward)}: {problem}"
+        f"{subject} cannot be passed to {name}.forward, which takes {_parameters(model.forward)}: {problem}"
         f"{hint}"
     )
 

@@ -78,7 +78,7 @@ class PythonState:
             named = [v for kind in classes for f in _functions_of(kind) for v in globals_named_in(f).values()]
             self._pending[1].extend(filter(_holds_stepping, named))
             self._visit_all()
-        del self._pending, self._seen  # they would hold what a step frees
+        del self._pending, self._seen  # they would hold values that a step frees
         self._globals = [*variables] + [
             (space, name, space[name])
             for space, name in (written for kind in classes for written in _written_by(kind))
@@ -216,13 +216,13 @@ def written_by_function(function: FunctionType) -> list[str]:
 
 def globals_named_in(function: FunctionType) -> dict[str, Any]:
     """The global variables that a function, or one defined inside of it, names."""
-    variables, found = function.__globals__, dict[str, Any]()
+    variables, named = function.__globals__, dict[str, Any]()
     pending = [function.__code__]
     while pending:
         code = pending.pop()
-        found |= {name: variables[name] for name in code.co_names if name in variables}
+        named |= {name: variables[name] for name in code.co_names if name in variables}
         pending += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return found
+    return named
 
 
 def is_stepping(value: Any) -> bool:
@@ -244,10 +244,10 @@ def referred(function: Any) -> list[Any]:
         return [function.func, *function.args, *function.keywords.values()]
     if isinstance(function, MethodType):
         return [function.__func__, function.__self__]
-    found = [_content(cell) for cell in getattr(function, "__closure__", None) or ()]
-    found += getattr(function, "__defaults__", None) or ()
-    found += (getattr(function, "__kwdefaults__", None) or {}).values()
-    return [value for value in found if value is not _MISSING]
+    values = [_content(cell) for cell in getattr(function, "__closure__", None) or ()]
+    values += getattr(function, "__defaults__", None) or ()
+    values += (getattr(function, "__kwdefaults__", None) or {}).values()
+    return [value for value in values if value is not _MISSING]
 
 
 def put_back(container: Any, saved: Any) -> None:

@@ -87,18 +87,18 @@ class StepSnapshot:
             variables=reach.variables,
         )
         tensors: dict[int, _Before] = {}
-        found = [*tensors_in(given), *python.tensors]
+        reached = [*tensors_in(given), *python.tensors]
         for part in python.modules:
-            found += tensors_of(part)
+            reached += tensors_of(part)
             if isinstance(part, torch.jit.ScriptModule):  # which keeps its parameters elsewhere
-                found += part.parameters(recurse=False)
-        for tensor in found:
+                reached += part.parameters(recurse=False)
+        for tensor in reached:
             _note(tensors, tensor)
         if runs != "recorded copy":
             known = {} if earlier is None else earlier.tensors
             own = [*parameters_of(module), *buffers_of(module), *tensors_in(given)] if runs == "copy" else []
             apart = {id(tensor) for tensor in own}
-            for tensor in found:
+            for tensor in reached:
                 before, then = tensors[id(tensor)], known.get(id(tensor))
                 if before.data is None and id(tensor) not in apart and not tensor.is_meta:
                     same = then is not None and _is_like(tensor, then.data)

@@ -12,7 +12,7 @@ from planner._torch.tensors import storage_number
 
 
 class UnseenWrites:
-    """Compares the bytes of memory on the CPU with what they were when an operator left them.
+    """Compares the bytes of storages on the CPU with those that the last operator left.
 
     Args:
         report: Called with the identity of a storage that was written to meanwhile.

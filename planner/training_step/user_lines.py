@@ -20,17 +20,17 @@ def line_of(error: BaseException) -> str | None:
     It is the innermost line that is neither PyTorch's nor this library's. Tracebacks of Dynamo's errors do
     not go through the user's code; their texts quote it.
     """
-    found = None
+    place = None
     for frame in traceback.extract_tb(error.__traceback__):
         if is_users_file(frame.filename):
-            found = (frame.filename, str(frame.lineno), frame.line or frame.name)
+            place = (frame.filename, str(frame.lineno), frame.line or frame.name)
     quoted = str(error).partition("from user code")[2]
     for match in _IN_TEXT.finditer(quoted):
         if is_users_file(match["file"]):
-            found = (match["file"], match["line"], match["code"] or match["name"])
-    if found is None:
+            place = (match["file"], match["line"], match["code"] or match["name"])
+    if place is None:
         return None
-    file, number, code = found
+    file, number, code = place
     return f"{file}:{number} ({code.strip()})"
 
 

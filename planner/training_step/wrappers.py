@@ -10,7 +10,7 @@ from planner.errors import PlanMismatch
 from planner.module_parts import buffers_of, parameters_of, parts_of
 
 SHARDED = (
-    "parameters are DTensors that fully_shard made: what gathering and reducing them takes is not predicted, "
+    "parameters are DTensors that fully_shard made: the memory to gather and reduce them is not predicted, "
     "and the step may take more than predicted. Plan the model before it is sharded, with "
     'parallel="fsdp2:8" for 8 ranks'
 )

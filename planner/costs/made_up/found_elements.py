@@ -145,7 +145,7 @@ _SIZED: dict[object, Callable[[Mapping[str, Any], Sizes], None]] = {
     aten._ctc_loss: _lengths,
 }
 
-# ---- writes to what masks select -----------------------------------------------------------------
+# ---- writes to elements that masks select --------------------------------------------------------
 
 
 def _put(named: Mapping[str, Any], selected: Sizes | None) -> None:

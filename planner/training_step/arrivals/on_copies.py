@@ -15,7 +15,7 @@ from planner.training_step.python_state import is_of, is_stepping
 
 NOT_COUNTED = (
     "the hook {} on {}, which runs after its gradient was accumulated, is left out of the prediction ({}): "
-    "gradients that it lets go of count until the step ends, and what it takes does not count"
+    "gradients that it frees count until the step ends, and memory that it takes does not count"
 )
 
 
@@ -99,7 +99,7 @@ def _copied(hooks: CopiedHooks, hook: Callable[..., Any]) -> tuple[Callable[...,
     try:
         return hooks(hook, reach), ""
     except Exception as error:
-        return None, f"copying what it refers to failed: {type(error).__name__}: {error}"
+        return None, f"an object that it refers to could not be copied: {type(error).__name__}: {error}"
 
 
 def _unless_data_decide(name: str, hook: Hook, notes: list[str]) -> Hook:

@@ -133,8 +133,9 @@ class Reach:
         if by_name or not is_of(module, *_HARMLESS, "builtins") or is_of_distributed(module):
             self._cannot(name or str(module))
 
-    def _cannot(self, what: str) -> None:
-        self.opaque = self.opaque or what
+    def _cannot(self, opaque: str) -> None:
+        """Note an object that can be neither copied nor put back."""
+        self.opaque = self.opaque or opaque
 
 
 def is_of_distributed(module: str | None) -> bool:

@@ -31,8 +31,8 @@ def only_hooks_that_are_put_back(model: torch.nn.Module, *, none: bool = False) 
             hooks.clear()  # the very dictionary that autograd calls
     for which, name in why.items():
         warn(
-            f"verify does not run the hooks after accumulation on {name} ({which}), as it could not put back "
-            "what they change: gradients are compared and peaks are measured without them. To compare "
+            f"verify does not run the hooks after accumulation on {name} ({which}), as it could not put "
+            "their changes back: gradients are compared and peaks are measured without them. To compare "
             "weights too, run a few steps with and without the plan"
         )
     try:
