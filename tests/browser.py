@@ -1,4 +1,4 @@
-"""A page in a headless Chromium: what it wrote into the document, and what its console said."""
+"""Opens a page in a headless Chromium; tells what a script found in it, and the output of its console."""
 
 import re
 import shutil
@@ -14,17 +14,18 @@ CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
 @dataclass(frozen=True)
 class Seen:
     result: str
-    """What the script set as the text of an element with the id `result`."""
+    """The text that the script returned."""
     console: list[str]
+    """The lines that the page wrote to the console."""
 
 
 def run_in_browser(page: str, script: str, folder: Path) -> Seen:
-    """Open a page, run a script of ours in it after its own, and return what that found.
+    """Open a page, run a script in it after its own, and return the script's result.
 
     Args:
         page: The HTML.
         script: The body of an async function that returns a string.
-        folder: For the file and the browser's profile.
+        folder: A folder for the file and the browser's profile.
     """
     assert CHROMIUM is not None
     ours = (

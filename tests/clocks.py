@@ -1,10 +1,10 @@
-"""A clock for solvers that are in no hurry."""
+"""A clock that runs slowly, so that time limits of solvers do not depend on the machine's load."""
 
 import time
 from typing import Any
 
 NO_HURRY = 10.0
-"""Seconds of the machine's that are one of this clock."""
+"""Seconds of the machine for one of this clock."""
 
 
 class SlowClock:

@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Settings and fixtures for all tests."""
 
 import gc
 import itertools
@@ -23,15 +23,15 @@ from tests.clocks import NO_HURRY, SlowClock
 hypothesis.settings.register_profile("any time", deadline=None)
 hypothesis.settings.load_profile("any time")
 
-# A shell that starts the tests in the background lets them ignore Ctrl-C, and with them all that they start.
+# Tests that a shell starts in the background ignore Ctrl-C, and so would the processes that they start.
 if (
     threading.current_thread() is threading.main_thread()
     and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# pytest listens to loggers that do not propagate. To this one PyTorch writes each graph out as text, several
-# times, where anyone listens.
+# pytest adds handlers to loggers that do not propagate. If this one has a handler, PyTorch writes each graph
+# to it as text, several times.
 logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
 
 # Trainers are installed beside the other packages, without their dependencies, see the Makefile.
@@ -65,26 +65,26 @@ _FILES = itertools.count(1)
 
 @pytest.fixture(autouse=True, scope="module")
 def _a_small_heap() -> Iterator[None]:
-    """Of what a file of tests has captured nothing stays, and the garbage collector passes over what does.
+    """Drop the captures of each file of tests, and set older objects aside from the garbage collector.
 
-    A process that runs hundreds of tests has millions of objects otherwise, and each measurement of memory,
-    which collects garbage first, would go through all of them.
+    A process that runs hundreds of tests has millions of objects otherwise. Each measurement of memory
+    collects garbage first and would go through all of them.
     """
     with older_objects_set_aside():
         yield
         if "torch" in sys.modules:
             sys.modules["torch"].compiler.reset()
         gc.collect()
-    if next(_FILES) % 10 == 0:  # what became garbage of older files
+    if next(_FILES) % 10 == 0:  # the garbage of older files
         gc.collect()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _seconds_that_repeat(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Plans are made by the roofline where no costs are named, or they would differ from run to run.
+    """Plan by the roofline where a test names no costs: measured seconds would differ from run to run.
 
-    Files marked `timed` have the seconds that users have by default, and so have commands, examples and
-    notebooks, which run in processes of their own.
+    Files marked `timed` use measured seconds, as users do by default. So do commands, examples and notebooks,
+    which run in processes of their own.
     """
     from planner.planning import cost_source
 
@@ -96,7 +96,7 @@ def _seconds_that_repeat(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _graphs(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests marked `graphs` are of plans that are followed by graphs, whatever the step."""
+    """Have tests marked `graphs` follow their plans by graphs, never by replays."""
     from planner.planning import prepare
 
     with pytest.MonkeyPatch.context() as patch:
@@ -107,7 +107,7 @@ def _graphs(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _short_searches() -> Iterator[None]:
-    """The search part by part takes seconds a plan and has a file of its own; elsewhere it is short."""
+    """Shorten the search part by part, which takes seconds a plan; a file of its own tests it."""
     from solvers.effort import EFFORTS
 
     with pytest.MonkeyPatch.context() as patch:
@@ -118,8 +118,10 @@ def _short_searches() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def no_hurry() -> Iterator[None]:
-    """A second of the solvers is ten of the machine's: what they return depends on what they try, and not on
-    what else the machine does. Limits of no time stay limits of no time."""
+    """Give solvers ten seconds of the machine for each second of their limits.
+
+    So their results depend on the work they do, not on the machine's load. A limit of zero stays zero.
+    """
     from solvers import least, milp, portfolio
     from solvers.model import incumbent
     from solvers.programs import lower_bound
@@ -140,7 +142,7 @@ def no_hurry() -> Iterator[None]:
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
-    """One process that is all there are."""
+    """A process group of one process."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -150,7 +152,7 @@ def process_group() -> Iterator[None]:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is to be compiled runs as it was traced for Inductor, without a compiler."""
+    """Run graphs as they were traced for Inductor, without a compiler."""
     from planner._torch.inductor import compiling
 
     def boxed(module: Any, *_: Any, **__: Any) -> tuple[Any, str, list[Any]]:

@@ -1,7 +1,7 @@
-"""Small force fields in the shapes of public ones: an energy by messages over edges, and its gradient.
+"""Small force fields built like public ones: an energy by messages over edges, and its gradient.
 
-Each takes a mapping, as such models do: positions, pairs of atoms, and to which molecule an atom belongs. It
-returns the mapping with energies and forces.
+Each takes a mapping, as such models do: positions, pairs of atoms, and the molecule of each atom. It returns
+the mapping with energies and forces.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def batch(seed: int) -> Data:
 
 
 def loss(found: Data) -> Tensor:
-    """Of energies and of forces."""
+    """A loss of energies and forces."""
     return 1e-2 * found["energy"].square().mean() + found["forces"].square().mean()
 
 
@@ -159,7 +159,7 @@ class LikeNequip(nn.Module):
         return {"energy": data["energy"], "forces": torch.neg(gradients[0])}
 
 
-# ---- SchNetPack: a method prepares inputs, data say how many molecules there are -----------------------
+# ---- SchNetPack: a method prepares inputs; the number of molecules depends on data ---------------------
 
 
 class _Atomwise(nn.Module):
@@ -203,7 +203,7 @@ class LikeSchnetpack(nn.Module):
         return {name: inputs[name] for name in ("energy", "forces")}
 
 
-# ---- PaiNN: scalars and vectors of atoms; the attribute is set -----------------------------------------
+# ---- PaiNN: scalars and vectors of atoms; the forward sets the attribute requires_grad -----------------
 
 
 class LikePainn(nn.Module):
@@ -232,7 +232,7 @@ class LikePainn(nn.Module):
         return {"energy": energy, "forces": forces}
 
 
-# ---- TorchMD-Net: differentiates in the forward, counts molecules there --------------------------------
+# ---- TorchMD-Net: differentiates and counts molecules in the forward -----------------------------------
 
 
 class LikeTorchmdNet(nn.Module):

@@ -1,4 +1,4 @@
-"""What ranks measure over gloo, whose threads let go of buffers when they next run."""
+"""Measurements of ranks over gloo, whose threads free buffers only when they run next."""
 
 import gc
 import time
@@ -17,7 +17,7 @@ PAUSE = 0.002
 
 @contextmanager
 def pauses() -> Iterator[None]:
-    """Pause behind each wait for a collective, so that the threads of gloo let go of its buffers."""
+    """Pause after each wait for a collective, so that the threads of gloo free its buffers."""
     work: Any = dist.Work
     wait = work.wait
 
@@ -34,8 +34,10 @@ def pauses() -> Iterator[None]:
 
 
 def let_gloo_end() -> Any:
-    """Its threads free what they hold when a wait may have returned already, and no profiler sees it there:
-    so let waits return a little later, and hold what is read until then."""
+    """Have waits return a little later, and hold the tensors that a collective reads until then.
+
+    Gloo's threads may free these after the wait has returned, and no profiler sees that.
+    """
     library = torch.library.Library("_c10d_functional", "IMPL")
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
     held: dict[int, torch.Tensor] = {}
@@ -64,9 +66,9 @@ def let_gloo_end() -> Any:
 
 
 def measured(model: Any, words: torch.Tensor, predicted: int) -> int:
-    """The nearest of some runs: gloo's threads may still be late, or have been late before.
+    """The measured peak nearest to the predicted one, of several runs: gloo's threads may be late in one.
 
-    A rank runs on until all have measured what is predicted: a step of one rank needs the others.
+    A rank runs on until all ranks have measured the predicted peak: a step of one rank needs the others.
     """
 
     def step() -> None:

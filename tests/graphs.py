@@ -18,11 +18,11 @@ class Forward:
         sizes: Bytes of its outputs.
         seconds: Its duration; its backward takes twice as long.
         workspace: Its workspace bytes, forward and backward.
-        saves_inputs: Does its backward read its inputs?
-        saves_output: Does its backward read its first output?
-        random: Does it draw random numbers (and so have a replay row and a saved state)?
-        statistics: Does it make a second output that its replay row does not make?
-        recomputable: May it be re-run?
+        saves_inputs: Whether its backward reads its inputs.
+        saves_output: Whether its backward reads its first output.
+        random: Whether it draws random numbers (and so has a replay row and a saved state).
+        statistics: Whether it makes a second output that its replay row does not make.
+        recomputable: Whether it may be re-run.
         region: The captured graph it belongs to.
     """
 
@@ -153,10 +153,10 @@ def unet(depth: int, size: int = 4096) -> Graph:
 
 
 def random_dag(seed: int, length: int, *, regions: int = 1, plain: bool = False, reach: int = 6) -> Graph:
-    """A random training graph; unless ``plain``, with every feature that the model of a graph has.
+    """A random training graph; unless ``plain``, with every feature of the solvers' graphs.
 
     Args:
-        seed: Of the generator.
+        seed: The generator's.
         length: Number of forward operations.
         regions: Captured graphs; between two of them runs a glue operation.
         plain: Only single-output operations that may all be re-run, and no workspace.

@@ -19,7 +19,7 @@ def gpt(batch: int = 4) -> Built:
 
 
 def plan_for(builder: Callable[[], Any] = gpt) -> Plan:
-    """The plan of what a function builds, made once."""
+    """The plan of a built model, made once for each builder."""
     return _planned(builder)
 
 
@@ -30,7 +30,7 @@ def _planned(builder: Callable[[], Any]) -> Plan:
 
 
 def apply_plan(builder: Callable[[], Any] = gpt) -> tuple[nn.Module, tuple, Plan]:  # type: ignore[type-arg]
-    """A new model with its plan applied, its arguments, and the plan, which others may have as well."""
+    """A new model with its plan applied, its arguments, and the plan, which tests share."""
     model, args, _ = builder()
     plan = plan_for(builder)
     return plan.apply(model), args, plan

@@ -25,7 +25,7 @@ class _Forward:
     modules: dict[str, str] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
 
-    def do_something(self) -> None:
+    def add_operation(self) -> None:
         name, shape = self._value(self.values)
         fitting = [operation for operation in OPERATIONS[self.kind] if operation.fits(shape)]
         (operation,) = self.draws.choices(fitting, [o.weight for o in fitting])
@@ -64,14 +64,14 @@ def random_module(seed: int, kind: Kind) -> tuple[nn.Module, str]:
     """A module that returns several of its last results, in training mode, and its code.
 
     Args:
-        seed: What is random follows from it.
-        kind: What it computes with; for the shape of its input see :data:`SHAPES`.
+        seed: The seed of all random choices.
+        kind: What it computes with; :data:`SHAPES` has the shape of its input.
     """
     draws = random.Random(seed)
     breaks = draws.choice([0.0, 0.1, 0.3])
     forward = _Forward(kind, draws, [("x", SHAPES[kind])])
     for _ in range(draws.choice([6, 12, 24])):
-        forward.do_something()
+        forward.add_operation()
         if draws.random() < breaks:
             forward.lines.append("torch._dynamo.graph_break()")
     last = forward.values[-4:]

@@ -1,4 +1,4 @@
-"""Operations of which random modules are made, with the shapes that they fit."""
+"""The operations of random modules, with the shapes that they fit."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Literal
 Shape = tuple[int, ...]
 Kind = Literal["sequences", "images"]
 SHAPES: dict[Kind, Shape] = {"sequences": (4, 48, 64), "images": (2, 8, 16, 16)}
-"""Of the input of a module of each kind."""
+"""The shape of the input of each kind of module."""
 
 
 def _same(shape: Shape) -> list[Shape]:
@@ -16,17 +16,17 @@ def _same(shape: Shape) -> list[Shape]:
 
 @dataclass(frozen=True)
 class Operation:
-    """Something that a forward does.
+    """An operation of a forward.
 
     Attributes:
-        text: What is written: ``{x}`` is a value, ``{y}`` another of the same shape, ``{m}`` a submodule or
-            parameter; ``{a}`` and ``{b}`` are results, of which there else is one, in front of the text;
-            ``{shape}`` is the shape of ``{x}``, ``{c}`` and ``{h}`` its last size and half of that, and
-            ``{n}`` the other sizes taken together.
-        module: What makes ``{m}``, of which some are used again.
+        text: Its code. ``{x}`` is a value, ``{y}`` another of the same shape, ``{m}`` a submodule or
+            parameter. ``{a}`` and ``{b}`` are results; a text without ``{a}`` is an expression for the one
+            result. ``{shape}`` is the shape of ``{x}``, ``{c}`` its last size, ``{h}`` half of that, and
+            ``{n}`` the product of the other sizes.
+        module: The code that makes ``{m}``; some modules are used several times.
         results: Shapes of the results.
-        fits: Whether it can be done with a value of a shape.
-        weight: How often it is done.
+        fits: Whether it can run on a value of a shape.
+        weight: How often it is chosen, relative to others.
     """
 
     text: str

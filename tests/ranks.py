@@ -18,10 +18,10 @@ SECONDS = 400
 def run_ranks(
     work: Callable[[Path], None], factory: pytest.TempPathFactory, name: str, count: int = 2
 ) -> Path:
-    """Run a function in processes of one group, given a folder for what they say; return that folder.
+    """Run a function in the processes of one group; return the folder for their reports.
 
-    It runs once, also where pytest's workers share the tests that read the folder. A process that takes
-    longer than ``SECONDS`` is ended. ``what_a_rank_says`` reads what is there.
+    It runs once, even if pytest's workers share the tests that read the folder. A process that takes longer
+    than ``SECONDS`` is ended. ``what_a_rank_says`` reads a report.
     """
     base = factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"ranks of {name}"
@@ -34,7 +34,7 @@ def run_ranks(
 
 
 def start_ranks(work: Callable[[Path], None], folder: Path, count: int, seconds: float = SECONDS) -> None:
-    """Run a function in processes of one group, given a folder, which is there; wait until all have ended."""
+    """Run a function in the processes of one group, with an existing folder; wait until all have ended."""
     context = torch.multiprocessing.get_context("spawn")
     processes = [
         context.Process(target=_rank, args=(r, count, work, folder, seconds), daemon=True)
@@ -53,7 +53,7 @@ def start_ranks(work: Callable[[Path], None], folder: Path, count: int, seconds:
 
 
 def say_each(names: Iterable[str], said_of: Callable[[str], str], folder: Path) -> None:
-    """Write what a rank says of each case to the file ``name.rank``; of one that fails, its traceback."""
+    """Write the report of each case to the file ``name.rank``; the traceback of one that fails."""
     for name in names:
         try:
             said = said_of(name)
@@ -63,7 +63,7 @@ def say_each(names: Iterable[str], said_of: Callable[[str], str], folder: Path) 
 
 
 def what_a_rank_says(folder: Path, name: str, rank: int) -> str:
-    """What a rank wrote to the file ``name.rank``; where it did not come to it, how it ended."""
+    """The report of a rank from the file ``name.rank``; how the rank ended, if it wrote none."""
     report = folder / f"{name}.{rank}"
     if report.exists():
         return report.read_text()
@@ -89,7 +89,10 @@ def _rank(rank: int, count: int, work: Callable[[Path], None], folder: Path, sec
 
 
 def _store(rank: int, count: int, port: Path) -> dist.Store:
-    """Where the ranks meet, as under torchrun; at a port that rank 0 has already, so that none takes it."""
+    """The store where the ranks meet, as under torchrun.
+
+    Rank 0 opens the port and then names it to the others, so that no other process can take it.
+    """
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
         port.with_suffix(".new").write_text(str(store.port))

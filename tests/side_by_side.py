@@ -1,4 +1,4 @@
-"""A training loop run with and without a plan, and everything that it leaves compared, bit for bit."""
+"""Runs a training loop with and without a plan, and compares everything that it leaves, bit for bit."""
 
 import copy
 import random
@@ -45,7 +45,7 @@ class Layers(nn.Module):
 
 
 class AfterALayer(nn.Module):
-    """Does something with what a layer returns."""
+    """Calls a function with the result of a layer."""
 
     def __init__(self, do: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -66,19 +66,18 @@ def layers(
 
 
 class Runs:
-    """How often planned graphs ran, and were made, while :func:`counting_runs` is on."""
+    """How often planned graphs ran, and were captured, while :func:`counting_runs` is on."""
 
     forward = 0
     backward = 0
     captures = 0
     replayed = 0
-    """How many forwards were followed to their end by a plan that is replayed."""
+    """The number of forwards that a replayed plan followed to their end."""
 
 
 @contextmanager
 def counting_runs() -> Iterator[Runs]:
-    """Count the executions of planned graphs that are compiled from now on, and what follows a plan by
-    replaying."""
+    """Count the runs of planned graphs that are compiled from now on, and the steps that replay a plan."""
     runs, original = Runs(), backend.chosen_lowering
     finished, before = FollowedStep.finished, FollowedStep.before
 
@@ -119,7 +118,7 @@ def counting_runs() -> Iterator[Runs]:
 
 @contextmanager
 def no_plan_warnings() -> Iterator[None]:
-    """A :class:`PlanWarning` is an error in here, if it does not only say that more memory may be taken."""
+    """Make each :class:`PlanWarning` an error, except those that only say that more memory may be taken."""
     memory = r".*(awaits its backward|with retain_graph=True holds|than planned \(strides|were there already)"
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
@@ -128,7 +127,7 @@ def no_plan_warnings() -> Iterator[None]:
 
 
 def left_by(model: Any, loop: Loop, seed: int = 5) -> dict[str, Any]:
-    """Everything that a training loop leaves: what it returns, state, gradients, random generators."""
+    """Everything that a training loop leaves: its return value, state, gradients, random generators."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -167,7 +166,7 @@ def plan_of(model: nn.Module, args: Sequence[Any], kwargs: Any = None, **options
 
 
 def exact_plan_of(model: nn.Module, args: Sequence[Any], **options: Any) -> Plan:
-    """Such a plan, after whose steps all is as without it, and which predicts both steps to the byte."""
+    """Such a plan, verified: steps leave the same as without it, and both peaks are predicted to the byte."""
     plan = plan_of(model, args, **options)
     report = planner.verify(model, args, plan=plan, repeats=0)
     assert report.ok, report.problems
@@ -189,12 +188,12 @@ def assert_trains_alike(
     """Run ``loop`` on a planned module and on an unplanned copy; everything they leave must be equal.
 
     Args:
-        expected_runs: How often planned backwards have to run, so that nothing passes unplanned, or what
-            tells it of the plan; None for at least once, where one graph may serve several layers. Of plans
-            that are followed by replaying none run.
-        prepare: Something to do to both after the plan is applied.
-        autocast: The plan is made under autocast to this type; the loop has to enter it by itself, since a
-            region that spans optimizer steps trains by outdated copies of the weights.
+        expected_runs: How often planned backwards have to run, or a function that tells it from the plan; a
+            lower count would mean an unplanned step. None for at least once, where one graph may serve
+            several layers. A replayed plan runs no planned graphs.
+        prepare: Called with both modules after the plan is applied.
+        autocast: The plan is made under autocast to this type. The loop has to enter autocast by itself: a
+            region that spans optimizer steps would train by outdated copies of the weights.
 
     Returns:
         The plan.

@@ -1,4 +1,4 @@
-"""A language model of transformers' kind that Dynamo follows in a second, for tests of trainers."""
+"""A language model in the form of transformers' that Dynamo captures in a second, for tests of trainers."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ class SmallLanguageModel(PreTrainedModel):
 
 
 def small_language_model() -> SmallLanguageModel:
-    """With the same weights every time."""
+    """The model, with the same weights every time."""
     torch.manual_seed(0)
     return SmallLanguageModel(_Config())
 

@@ -82,7 +82,7 @@ def test_another_process_says_what_is_free_and_ends(monkeypatch: pytest.MonkeyPa
         return started[-1]
 
     says = "import sys; print(len(sys.argv[1]), flush=True); sys.stdin.read()"
-    monkeypatch.setattr(free_memory, "_ASKS", says)
+    monkeypatch.setattr(free_memory, "_SCRIPT", says)
     monkeypatch.setattr(subprocess, "Popen", popen)
     with free_memory.free_beside_another("cuda:1") as free_bytes:
         assert free_bytes == 6

@@ -60,7 +60,7 @@ def test_a_share_is_of_the_step_with_them(tmp_path: Path, capsys: pytest.Capture
     assert own < 0.9 * plain
     cache = tmp_path / "plan.json"
     trainer = _train(tmp_path, [PlannerCallback("100%", solver="sqrt_n", cache=cache)], checkpointing=True)
-    assert "percentages are of the step with it" in capsys.readouterr().err
+    assert "percentages are shares of the step with it" in capsys.readouterr().err
     plan = trainer.plan
     assert plan is not None
     assert plan.target.budget_bytes is not None

@@ -53,7 +53,7 @@ def test_a_copy_without_some_of_the_state_is_an_error() -> None:
             return nn.Linear(8, 8, bias=False)
 
     model, x = nn.Sequential(nn.Linear(8, 8), Losing(8, 8)), torch.randn(4, 8)
-    with pytest.raises(planner.CaptureError, match="gives one of 3 parameters and buffers, not of 4"):
+    with pytest.raises(planner.CaptureError, match="gives 3 parameters and buffers, and the module has 4"):
         planner.plan(model, x, budget="min", loss=lambda y: y.square().mean())
 
 

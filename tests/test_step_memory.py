@@ -200,7 +200,7 @@ def test_an_optimizer_that_asks_for_norms() -> None:
 
 def test_an_optimizer_that_needs_more_than_a_call_is_refused() -> None:
     with pytest.raises(
-        OptimizerError, match=r"LBFGS cannot take a step.* With optimizer=None, to a trainer's callback"
+        OptimizerError, match=r"LBFGS cannot take a step.* With optimizer=None, also in a trainer's callback"
     ):
         optimizer_step("LBFGS", Module(), find_device("cpu"))
 

@@ -1,1 +1,1 @@
-"""Measuring the figures of the GPU that is here, for the cost and memory models."""
+"""Measures the figures of this machine's GPU, for the cost and memory models."""

@@ -1,4 +1,4 @@
-"""Calibration: measured figures of the GPU that is here, kept in a device file that plans use."""
+"""Calibration: measured figures of this machine's GPU, kept in a device file that plans use."""
 
 import contextlib
 import json
@@ -17,13 +17,13 @@ from planner.training_step.generators import generators_restored
 
 @dataclass(frozen=True)
 class Calibration:
-    """What calibration found.
+    """The result of a calibration.
 
     Attributes:
         device: The device with the measured figures.
-        table: The same with those that plans use without it.
-        measured: What was measured.
-        path: The file that it was written to.
+        table: The device with the figures that plans use without a calibration.
+        measured: The measured figures.
+        path: The file that they were written to.
     """
 
     device: Device
@@ -35,12 +35,12 @@ class Calibration:
 def calibrate(
     name: str = "cuda", path: str | os.PathLike[str] | None = None, *, sizes: Sizes = ON_A_GPU
 ) -> Calibration:
-    """Measure the device that is here, and write its figures to a file.
+    """Measure a device of this machine, and write its figures to a file.
 
     Args:
         name: "cuda", "cuda:1", or "cpu" to try it.
         path: The file; None for the one that plans for this device take their figures from.
-        sizes: How large what is measured is.
+        sizes: The sizes of the measured operations.
 
     Raises:
         DeviceError: There is no such device here.
@@ -57,9 +57,9 @@ def calibrate(
         check_writable(path)
         around.enter_context(generators_restored())
         measured = measure(here, sizes, free_before)
-    found = with_figures(table, measured)
-    write_atomically(path, json.dumps(as_file(found), indent=1) + "\n")
-    return Calibration(found, table, measured, os.fspath(path))
+    calibrated = with_figures(table, measured)
+    write_atomically(path, json.dumps(as_file(calibrated), indent=1) + "\n")
+    return Calibration(calibrated, table, measured, os.fspath(path))
 
 
 def with_figures(table: Device, measured: Measured) -> Device:
@@ -84,14 +84,14 @@ def as_file(device: Device) -> dict[str, object]:
 def _current() -> int:
     if not torch.cuda.is_available():
         raise DeviceError(
-            "no CUDA device is here, and only one that is here can be calibrated: plans for devices by name, "
-            "as device='A100-80GB', use published figures"
+            "no CUDA device is here to calibrate: plans for devices by name, as device='A100-80GB', use "
+            "published figures"
         )
     return torch.cuda.current_device() if torch.cuda.is_initialized() else 0
 
 
 def _is_unused(device: torch.device) -> bool:
-    """Whether it is a GPU that is here, and this process has not used it."""
+    """Whether a device is a GPU of this machine that this process has not used."""
     if device.type != "cuda" or torch.cuda.is_initialized():
         return False
     return (device.index or 0) < torch.cuda.device_count()

@@ -1,6 +1,6 @@
 """How much of a GPU's memory is free before this process uses it, as another process sees it.
 
-A process cannot ask that for itself: asking makes its own context, which is what is to be measured.
+A process cannot ask for itself: asking creates its own context, the very thing to measure.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 _SECONDS = 60.0
-_ASKS = """
+_SCRIPT = """
 import sys, torch
 torch.ones(1, device=sys.argv[1])
 torch.cuda.synchronize()
@@ -20,9 +20,10 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def free_beside_another(device: str) -> Iterator[int | None]:
-    """A context in which another process has a context on a device; gives the bytes that were free beside it.
+    """Run another process that has a context on a device, and tell the bytes that are free beside it.
 
-    What is measured by the difference to them is measured within: the other's context counts as in use.
+    Measure differences to these bytes inside the ``with`` block: the other process' context takes memory as
+    long as the block lasts.
 
     Args:
         device: "cuda", "cuda:1".
@@ -32,7 +33,7 @@ def free_beside_another(device: str) -> Iterator[int | None]:
     """
     try:
         process = subprocess.Popen(
-            [sys.executable, "-c", _ASKS, device],
+            [sys.executable, "-c", _SCRIPT, device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -47,7 +48,7 @@ def free_beside_another(device: str) -> Iterator[int | None]:
         yield int(said) if said else None
     finally:
         try:
-            process.communicate(timeout=_SECONDS)  # which ends what it waits for
+            process.communicate(timeout=_SECONDS)  # closes its standard input, whose end it waits for
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()

@@ -1,6 +1,6 @@
-"""What a device does: bandwidth, arithmetic, launches, and the memory that libraries take.
+"""Measurements of a device: bandwidth, arithmetic, launches, and the memory that libraries take.
 
-Runs on any device, with sizes that suit it, so that all but the driver's figures can be tried on the CPU.
+They run on any device, with sizes that suit it. So all but the driver's figures can be tried on the CPU.
 """
 
 import gc
@@ -19,12 +19,12 @@ REPEATS = 7
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large what is measured is.
+    """The sizes of the measured operations.
 
     Attributes:
-        copied_bytes: Of the copy that measures bandwidth.
+        copied_bytes: Bytes of the copy that measures bandwidth.
         product: Rows and columns of the matrix products, by dtype.
-        launches: Kernels of one element, one after the other.
+        launches: The number of kernels of one element that run one after the other.
     """
 
     copied_bytes: int
@@ -42,16 +42,16 @@ SMALL = Sizes(1 << 20, dict.fromkeys((torch.float64, torch.float32, torch.bfloat
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured.
+    """The measured figures.
 
     Attributes:
         bandwidth: Bytes a second, read and written.
         flops: FLOP/s of matrix products by dtype name; ``"tf32"`` where the device has it.
-        launch_seconds: Of a kernel that does next to nothing.
-        library_bytes: What matrix libraries keep, of the thread of the forward and of autograd's.
-        context_bytes: What is gone of the device's memory besides what the caching allocator reserves.
+        launch_seconds: The time of a kernel that does next to nothing.
+        library_bytes: Bytes that matrix libraries keep, for the thread of the forward and for autograd's.
+        context_bytes: Bytes of the device's memory in use besides those that the caching allocator reserves.
         convolution_bytes: Scratch of a convolution and its backward, for information.
-        notes: What could not be measured, and why.
+        notes: The figures that could not be measured, and why.
     """
 
     bandwidth: float
@@ -64,11 +64,11 @@ class Measured:
 
 
 def measure(device: torch.device, sizes: Sizes, free_before: int | None = None) -> Measured:
-    """Measure a device. In a process that has not used it yet, as libraries take their memory once.
+    """Measure a device, in a process that has not used it yet: libraries take their memory once.
 
     Args:
         device: The device.
-        sizes: How large what is measured is.
+        sizes: The sizes of the measured operations.
         free_before: Bytes of its memory that were free before this process used it; None where that is not
             known, and other processes' memory counts with the context.
     """
@@ -92,7 +92,7 @@ def measure(device: torch.device, sizes: Sizes, free_before: int | None = None) 
 
 
 def _seconds(device: torch.device, run: Callable[[], object], times: int) -> float:
-    """Of one run, the median of some."""
+    """The seconds of one run, the median of several."""
     run()
     taken = []
     for _ in range(REPEATS):
@@ -150,7 +150,7 @@ def _launch(device: torch.device, launches: int) -> float:
 
 
 def _libraries(device: torch.device) -> int:
-    """What stays allocated after a product and its backward, once their tensors are freed."""
+    """Bytes that stay allocated after a product and its backward, once their tensors are freed."""
     gc.collect()
     before = torch.cuda.memory_allocated(device)
     left = torch.randn(256, 256, device=device, requires_grad=True)
@@ -162,7 +162,7 @@ def _libraries(device: torch.device) -> int:
 
 
 def _convolution(device: torch.device, notes: list[str]) -> int:
-    """The most that a convolution and its backward hold beyond its tensors."""
+    """The most bytes that a convolution and its backward hold beyond its tensors."""
     try:
         image = torch.randn(32, 64, 56, 56, device=device, requires_grad=True)
         weight = torch.randn(64, 64, 3, 3, device=device, requires_grad=True)
@@ -183,6 +183,6 @@ def _convolution(device: torch.device, notes: list[str]) -> int:
 def _context(device: torch.device, free_before: int | None) -> int:
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
-    there = total if free_before is None else free_before
-    in_use = there - free - torch.cuda.memory_reserved(device)
+    before = total if free_before is None else free_before
+    in_use = before - free - torch.cuda.memory_reserved(device)
     return max(math.ceil(in_use / (1 << 20)) << 20, 0)

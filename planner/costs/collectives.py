@@ -1,7 +1,7 @@
-"""What a collective takes beside its result: gloo, on the CPU, copies; NCCL does not.
+"""The memory that a collective takes beside its result: gloo, on the CPU, makes copies; NCCL makes none.
 
-Collectives are not run to see it, since a rank that does waits for the others. These are the copies that
-PyTorch 2.13 makes; gloo's own buffers and NCCL's are outside of PyTorch's allocator.
+Collectives are not run to measure it: a rank that ran one would wait for the others. These are the copies
+that PyTorch 2.13 makes; gloo's own buffers and NCCL's are outside of PyTorch's allocator.
 """
 
 from planner._torch.fake import storage_bytes
@@ -14,7 +14,7 @@ _COPIES_RESULT = ("all_gather_into_tensor",)
 
 
 def copied_bytes(call: Call, kind: str) -> int:
-    """Bytes that a collective holds only while it runs; 0 for other operators.
+    """The bytes that a collective holds only while it runs; 0 for other operators.
 
     Args:
         call: The call.

@@ -1,11 +1,11 @@
 """The workspace of cuDNN's convolutions on a GPU that is not here.
 
-Which algorithm a convolution runs, and with how much workspace, cuDNN says on the device. PyTorch goes
-through what it names (``torch.backends.cudnn.benchmark`` off: in the order of cuDNN's heuristics; on: by
-measured time) and takes the first whose workspace can be allocated: see Conv_v8.cpp in PyTorch's
-``aten/src/ATen/native/cudnn``. So there is no bound but what is left of the device, unless the environment
-has one: ``CUDNN_CONV_WSCAP_DBG``, in MiB, is the most that cuDNN asks for (since 8.0.5). Depthwise
-convolutions of 32 or 64 bits in contiguous tensors are PyTorch's own kernels, which ask for none.
+On the device cuDNN proposes algorithms for a convolution, each with its workspace. PyTorch takes the first
+whose workspace can be allocated, in the order of cuDNN's heuristics or, with
+``torch.backends.cudnn.benchmark`` on, of measured time: see Conv_v8.cpp in PyTorch's
+``aten/src/ATen/native/cudnn``. So the only bound is the device's free memory, unless the environment sets
+one: ``CUDNN_CONV_WSCAP_DBG``, in MiB, is the most that cuDNN asks for (since 8.0.5). Depthwise convolutions
+of 32 or 64 bits in contiguous tensors run PyTorch's own kernels, which ask for none.
 """
 
 import os
@@ -21,7 +21,7 @@ _IMAGE = {
     torch.ops.aten._convolution: 0,
     torch.ops.aten.convolution_backward: 1,
 }
-"""Where the image is among the arguments; the weight is the next, the groups are eight behind it."""
+"""The position of the image among the arguments; the weight is the next, the groups are eight behind."""
 
 
 def workspace_cap() -> int | None:

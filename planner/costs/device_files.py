@@ -1,4 +1,4 @@
-"""Files that describe a device, read as data from outside: what is in one, and what no device has."""
+"""Files that describe a device. They are data from outside: each figure is checked."""
 
 import json
 import os
@@ -12,10 +12,10 @@ _FASTEST = 1e21
 
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The JSON object that a file holds.
+    """The JSON object in a file.
 
     Raises:
-        ValueError: The file cannot be read, or holds something else.
+        ValueError: The file cannot be read, or holds no object.
     """
     try:
         with open(path, encoding="utf-8") as file:

@@ -1,17 +1,17 @@
 """The accelerators a plan can be made for: memory, bandwidth, arithmetic and allocator granularity.
 
-Planning needs a device's figures, not the device: a plan for a GPU that is not there is made from
-the table below, or from a JSON file of one's own (see :func:`load_device`). ``"cpu"`` is a fixed reference
-processor (with this machine's memory), so that plans and overheads are comparable between machines;
-``"cuda"`` is the GPU that is present.
+Planning needs a device's figures, not the device: for a GPU that is absent they come from the table below, or
+from a JSON file of your own (see :func:`load_device`). ``"cpu"`` is a fixed reference processor with this
+machine's memory, so that plans and overheads are comparable between machines; ``"cuda"`` is the GPU that is
+present.
 
 FLOP/s are the makers' dense peak figures (no structured sparsity), matrix units included where a
 dtype has them, with 32-bit accumulation. ``memory_bytes`` is what CUDA reports as the total of the
 device (the figure in PyTorch's out-of-memory messages), which is less than the figure on the box; it
 differs by driver, and the table has the least that was seen.
 
-The table names the maker's document of each figure, and a page on which the figures were looked up
-again; what no page was found for is marked as not seen, and stands on the maker's document alone.
+The table names the maker's document of each figure, and a page on which the figures were checked. Figures
+marked "not seen" were found on no such page; the maker's document is their only source.
 """
 
 import difflib
@@ -45,27 +45,27 @@ CUBLAS_WORKSPACE_BYTES_HOPPER = 32 << 20
 
 
 class DeviceError(PlannerError, ValueError):
-    """A device name is unknown, ambiguous, or names hardware that is not here."""
+    """A device name is unknown, ambiguous, or names hardware that this machine does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What the cost model and the memory model know of one device.
+    """The figures of one device, for the cost model and the memory model.
 
     Attributes:
         name: For people and plan files.
         kind: ``"cuda"`` (also AMD's, under ROCm) or ``"cpu"``.
         memory_bytes: Total memory of the device.
         bandwidth: Bytes per second between memory and processor.
-        flops: FLOP/s by dtype name (``"float32"``, ``"bfloat16"``, ...); ``"tf32"`` is what ``float32``
-            matrix products reach where TF32 is allowed.
+        flops: FLOP/s by dtype name (``"float32"``, ``"bfloat16"``, ...); ``"tf32"`` is for ``float32``
+            matrix products where TF32 is allowed.
         launch_seconds: Time that every kernel takes at least.
         allocation_rounding_bytes: Every allocation is rounded up to a multiple of this.
-        context_bytes: Memory gone before the first tensor exists.
-        library_bytes: What matrix libraries allocate once and keep.
+        context_bytes: Memory in use before the first tensor exists.
+        library_bytes: Memory that matrix libraries allocate once and keep.
         capability: CUDA compute capability, which decides the attention kernels; None where it has none.
-        cudnn: Whether cuDNN's kernels run on it: on NVIDIA's, not on AMD's.
-        figures: Where its figures are from: "published", or "calibrated", which is measured.
+        cudnn: Whether cuDNN's kernels run on it: on NVIDIA's GPUs, not on AMD's.
+        figures: The source of the figures: "published", or "calibrated" (measured).
     """
 
     name: str
@@ -217,12 +217,12 @@ def find_device(
             ``None`` for the device the model is on.
         model_device: Where the model's parameters are; used when `name` is ``None``. A model on the
             meta device counts as on the CPU.
-        calibrated: Of a GPU that is present take the figures that ``python -m planner calibrate`` measured,
-            where it did.
+        calibrated: For a GPU that is present, take the figures that ``python -m planner calibrate`` measured,
+            if there are some.
 
     Raises:
-        DeviceError: the name is unknown (near matches are listed), fits several, or is that of a GPU
-            that is not here.
+        DeviceError: The name is unknown (near matches are listed), fits several devices, or is that of a GPU
+            that this machine does not have.
     """
     if isinstance(name, Device):
         return name
@@ -257,28 +257,30 @@ def find_device(
 
 
 def same_processor(one: Device, other: Device) -> bool:
-    """Whether kernels run on one device as they do on another, whatever they are called and hold in memory:
-    ``"H100"`` is what the driver calls "NVIDIA H100 80GB HBM3"."""
+    """Whether kernels run alike on two devices, whatever their names and memory.
+
+    ``"H100"`` is the processor that the driver calls "NVIDIA H100 80GB HBM3".
+    """
 
     def figures(device: Device) -> tuple[object, ...]:
         return device.kind, device.bandwidth, dict(device.flops), device.capability
 
     if one.name == other.name or (one.kind == "cuda" and figures(one) == figures(other)):
         return True
-    # Measured figures are nobody else's.
+    # Measured figures equal no other device's: the names decide.
     alike = one.kind == other.kind == "cuda" and one.capability == other.capability
     measured = "calibrated" in (one.figures, other.figures)
     return alike and measured and (_names(one.name, other) or _names(other.name, one))
 
 
 def calibrated_path(product: str) -> Path:
-    """The file that measured figures of a GPU are kept in, by the name that its driver gives it."""
+    """The file for the measured figures of a GPU, by the name that its driver gives it."""
     plain = re.sub(r"[^a-z0-9]+", "-", product.lower()).strip("-")
     return Path(platformdirs.user_cache_dir("torch-checkpoint-planner")) / "devices" / f"{plain}.json"
 
 
 def load_device(path: str | os.PathLike[str]) -> Device:
-    """Reads a device of one's own from a JSON file.
+    """Reads a device of your own from a JSON file.
 
     The file holds one object with fields of :class:`Device`. ``"like"`` names a known device whose
     figures hold for every field that is not given::
@@ -286,7 +288,7 @@ def load_device(path: str | os.PathLike[str]) -> Device:
         {"name": "A100 capped", "like": "A100-80GB", "memory_bytes": 42949672960}
 
     Raises:
-        DeviceError: the file cannot be read, or a field is missing, unknown or of the wrong type.
+        DeviceError: The file cannot be read, or a field is missing, unknown or of the wrong type.
     """
     shown = f"device file {os.fspath(path)!r}"
     try:
@@ -297,7 +299,7 @@ def load_device(path: str | os.PathLike[str]) -> Device:
     values = {f.name: f.default for f in fields(Device) if f.default is not MISSING}
     if "like" in given:
         like = given.pop("like")
-        if not isinstance(like, str) or like.endswith(".json"):  # which could name this file, or any other
+        if not isinstance(like, str) or like.endswith(".json"):  # a file could refer to itself
             raise DeviceError(f"{shown}: 'like' is {like!r:.100}, expected the name of a known device")
         values = _fields_of(find_device(like[:MOST_CHARACTERS]))
     if unknown := set(given) - known:
@@ -360,7 +362,10 @@ def _names(product: str, device: Device) -> bool:
 
 
 def _estimated(properties: object) -> Device:
-    """From clocks and counts: 128 fused multiply-adds a clock and multiprocessor, double data rate memory."""
+    """A device estimated from clocks and counts.
+
+    It has 128 fused multiply-adds per clock and multiprocessor, and double data rate memory.
+    """
     units = int(getattr(properties, "multi_processor_count", 0) or 40)
     clock = float(getattr(properties, "clock_rate", 0) or 1.5e6) * 1e3
     memory_clock = float(getattr(properties, "memory_clock_rate", 0) or 0) * 1e3

@@ -1,4 +1,4 @@
-"""The step as the user has it today: its timeline, from a recording of the eager step."""
+"""The timeline of the step without a plan, from a recording of the eager step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,10 +23,10 @@ from solvers.model.schedule import Timeline
 
 @dataclass(frozen=True)
 class EagerTimeline(Timeline):
-    """A recorded step.
+    """The timeline of a recorded step.
 
     Attributes:
-        allocations: What it allocates, in order.
+        allocations: Its allocations, in order.
         sizes: Bytes of each recorded storage.
     """
 
@@ -47,9 +47,9 @@ def eager_timeline(
     Args:
         recording: The events and storages of the step.
         device: For seconds and rounding.
-        meter: Measures what kernels allocate inside; None counts nothing.
+        meter: Measures the workspace of kernels; None counts none.
         costs: Seconds of operations; None for the device's roofline.
-        kind: The kind of device of which the allocations are wanted; None for all there are.
+        kind: Count allocations on this kind of device only; None counts all.
     """
     costs = costs or roofline(device)
     calls = recording.calls
@@ -96,7 +96,7 @@ def eager_timeline(
 
 @collector_off()
 def peak_by_shapes(recording: Recording, device: Device) -> int:
-    """The most bytes that a recorded step holds at once, as shapes say, without what kernels take inside."""
+    """The most bytes that a recorded step holds at once, by the shapes of tensors, without workspace."""
     events, length = recording.events, len(recording.events)
     made = [recording.storages[s] for event in events for s in event.allocates]
     start = np.repeat(np.arange(length), [len(event.allocates) for event in events])
@@ -112,8 +112,8 @@ class _Made(NamedTuple):
     Attributes:
         length: The number of events.
         storages: Their numbers, in the order in which they are made.
-        sizes: Of each its bytes.
-        start, end: The event that makes each, and the last one that finds it there; `length` where nothing
+        sizes: The bytes of each.
+        start, end: The event that makes each, and the last event at which it is alive; `length` where nothing
             frees it.
     """
 
@@ -145,12 +145,12 @@ class _Made(NamedTuple):
         return cls(length, storages, np.array(sizes, np.int64), starts, np.maximum(starts, ends))
 
     def live_bytes(self) -> Integers:
-        """What is there at each event."""
+        """The live bytes at each event."""
         return _live_bytes(self.length, self.start, self.end, self.sizes)
 
 
 def _live_bytes(length: int, start: Integers, end: Integers, sizes: Integers) -> Integers:
-    """What is there at each of so many events, of storages that are there from one event to another."""
+    """The live bytes at each of ``length`` events, of storages that live from one event to another."""
     changes = np.zeros(length + 2, np.int64)
     np.add.at(changes, start, sizes)
     np.subtract.at(changes, end + 1, sizes)
@@ -158,22 +158,22 @@ def _live_bytes(length: int, start: Integers, end: Integers, sizes: Integers) ->
 
 
 def allocated_bytes(event: Event, recording: Recording, memory: OpMemory, device: Device) -> list[int]:
-    """Bytes of the storages that an event allocates: as measured, else as shapes say."""
+    """Bytes of the storages that an event allocates: measured ones, or else those of their shapes."""
     call = None if event.call is None else recording.calls[event.call]
     sizes = real_sizes(call, memory, [recording.storages[s].bytes for s in event.allocates])
     return [round_bytes(device, size) for size in sizes]
 
 
 def real_sizes(call: Call | None, memory: OpMemory, sizes: list[int]) -> list[int]:
-    """Measured sizes of an operation's outputs where there are as many, else ``sizes``.
+    """Measured sizes of an operation's outputs, if there are as many, else ``sizes``.
 
-    Kernels may reserve more than the shapes without data say (recurrent layers' workspaces). Where data
-    decide the sizes, those of the step count if the operation was measured on other data.
+    Kernels may reserve more than the shapes say (recurrent layers' workspaces). Where data decide the sizes
+    and the operation was measured on other data, the step's own sizes count.
     """
     if call is not None and operators.sized_by_data(call.func) and told_sizes(call) is None:
         return sizes
     if call is not None and not any(sizes) and on_meta(call):
-        return sizes  # it was measured as if it were on the device
+        return sizes  # the measurement ran on the device in place of "meta"
     measured = [size for size in memory.output_bytes if size]
     on_host = made_on_host(call.func) if call is not None else []
     if len(on_host) == len(sizes):

@@ -1,7 +1,8 @@
-"""Tensors that an operator of a GPU makes, or reads, on the host, and those on the meta device.
+"""Tensors that an operator of a GPU makes, or reads, on the host, and tensors on the meta device.
 
-The memory-efficient attention keeps its seed and its offset in the memory of the host, and its backward reads
-them there: an address on the GPU would end the process. Tensors without data say that they are on the GPU.
+Memory-efficient attention keeps its seed and its offset in the memory of the host, and its backward reads
+them there: it would crash the process on an address of the GPU. Yet these tensors, when they have no data,
+claim to be on the GPU.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ _MADE_ON_HOST: dict[object, frozenset[str]] = {
 
 
 def read_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The arguments of a call whose values the host reads, whatever device they say they are on."""
+    """The arguments of a call whose values the host reads, whatever device they claim to be on."""
     names = _READ_ON_HOST.get(getattr(func, "overloadpacket", None))
     if names is None:
         return []
@@ -44,7 +45,7 @@ def made_on_host(func: Any) -> list[bool]:
 
 
 def on_meta(call: Call) -> bool:
-    """Whether a call in a step asks for the meta device, or reads tensors there."""
+    """Whether a call makes tensors on the meta device, or reads tensors there."""
     return any(
         leaf.type == "meta"
         if isinstance(leaf, torch.device)

@@ -1,13 +1,12 @@
-"""How long operations take on the device at hand, each distinct one timed once.
+"""Times operations on the device at hand, each distinct one once.
 
-On the CPU it is process time, all threads together, and what other processes do does not count. An operation
-that is run over and over finds its inputs in the cache, where in a step they have been replaced by what came
-between: so that much memory is read before each run. A run in which the system had to map memory does
-not count where there are others: most of a step's memory has been used before.
+On the CPU the time is process time, all threads together; other processes do not count. An operation that
+runs over and over finds its inputs in the cache. In a step other operations have replaced them there in the
+meantime: so as much memory is read before each run. A run in which the system had to map memory does not
+count if there are others: most of a step's memory has been used before.
 
-On CUDA it is the time between two events on the device, so that the time to launch counts only where it is
-the bound. Answers are kept in memory and on disk, in nanoseconds, by operator, shapes, strides, dtypes and
-environment.
+On CUDA the time is that between two events on the device: launches count only where they are the bound.
+Times are kept in memory and on disk, in nanoseconds, by operator, shapes, strides, dtypes and environment.
 """
 
 import logging
@@ -48,26 +47,26 @@ OnTimed = Callable[[int, str], None]
 
 REPEATS = 7
 ENOUGH_SECONDS = 0.5
-"""Of an operation that has been timed so long, no more runs than there are at least."""
+"""After this time an operation runs no more often than ``LEAST_REPEATS``."""
 LEAST_REPEATS = 3
 LEAST_SECONDS = 1e-3
-"""On CUDA a repeat runs an operation as often as it takes to last so long."""
+"""On CUDA a repeat runs an operation so often that it takes this long."""
 MOST_RUNS = 1000
 LAST_LEVEL_CACHE = 32 * 2**20
 """Bytes of a CPU's last cache, where the system does not tell."""
 FEW_FAULTS = 8
-"""Pages that a run may be given by the system; more are memory that is new to the process."""
+"""Page faults that a run may have; with more of them it used memory that is new to the process."""
 WAIT_SECONDS = 5e-3
-"""How long a CUDA device is kept busy while what is timed is launched."""
+"""How long a CUDA device is kept busy while the timed operations are launched."""
 
 
 class MeasuredCosts:
     """Measured seconds of operations; the roofline's where an operation cannot be run.
 
     Attributes:
-        name: What a plan says it used.
+        name: The name of these costs in a plan.
         failures: Operations that could not be timed, with the reason, by signature.
-        left_out: Signatures of operations that were not timed, as that had taken long enough.
+        left_out: Signatures of operations that were not timed, since the time for that was used up.
     """
 
     name = "measured"
@@ -84,10 +83,10 @@ class MeasuredCosts:
         """
         Args:
             meter: Makes real arguments, on the device at hand.
-            roofline: Says what is free, and is used where an operation cannot be run.
-            most_seconds: When timing has taken so long, the roofline is used for what is not known yet.
-            step_bytes: What the step holds; None: more than a cache.
-            cache_path: JSON file that remembers; ``"default"`` is one in the user's cache directory.
+            roofline: Says which operations are free, and gives the seconds of those that cannot be run.
+            most_seconds: The time for timing; after it the roofline gives the seconds of new operations.
+            step_bytes: Bytes that the step holds; None for more than a cache.
+            cache_path: JSON file to keep times in; ``"default"`` is one in the user's cache directory.
             progress: Called before each operation that is timed.
         """
         self.failures: dict[str, str] = {}
@@ -107,7 +106,7 @@ class MeasuredCosts:
         self._new: dict[str, int] = {}
 
     def seconds(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object) -> float:
-        """Seconds of one operation; runs it, several times, where they are not known yet."""
+        """Seconds of one operation; runs it several times if they are not known yet."""
         predicted = self._roofline.seconds(func, args, kwargs, outputs)
         if predicted == 0.0:
             return 0.0
@@ -124,17 +123,17 @@ class MeasuredCosts:
             if self._progress is not None:
                 self._progress(len(self._new), str(func))
             try:
-                # In nanoseconds, as they are remembered: the next plan is the same.
+                # In whole nanoseconds, as the file keeps them: so the next plan uses the same times.
                 timed = round(self._timed(Call(func, args, kwargs)) * 1e9)
                 self._known[key], self._new[key] = timed * 1e-9, timed
-            except Exception as error:  # whatever a kernel says about inputs that were made up
+            except Exception as error:  # a kernel may raise anything about made-up inputs
                 logger.debug("no time known for %s: %s", key, error)
                 self.failures[key] = f"{type(error).__name__}: {error}"
             self._seconds_left -= time.process_time() - before
         return self._known.get(key, predicted)
 
     def time_largest_first(self, calls: Iterable[Call], outputs: Iterable[object]) -> None:
-        """Time the operations of a step by how long the roofline says they take, while there is time."""
+        """Time the operations of a step, the longest by the roofline first, until the time is used up."""
         both = list(zip(calls, outputs, strict=True))
         of_each = [self._roofline.seconds(c.func, c.args, c.kwargs, output) for c, output in both]
         for place in sorted(range(len(both)), key=of_each.__getitem__, reverse=True):
@@ -144,7 +143,7 @@ class MeasuredCosts:
             self.seconds(call.func, call.args, call.kwargs, output)
 
     def save(self) -> None:
-        """Remember on disk what was timed."""
+        """Keep the new times on disk."""
         write_entries(self._path, self._environment, {key: [timed] for key, timed in self._new.items()})
         self._new = {}
 
@@ -157,7 +156,7 @@ class MeasuredCosts:
             def run() -> object:
                 return call.func(*args, **kwargs)
 
-            run()  # what is set up on a first call
+            run()  # a first call sets things up
             if device.type == "cuda":
                 return _device_seconds(device, run)
             if not _needs_its_values(call.func):
@@ -195,7 +194,7 @@ def _process_seconds(run: Callable[[], object], between: int) -> float:
 
 
 def _page_faults() -> int:
-    """How often the system has given this process a page of memory; 0 where it does not tell."""
+    """The page faults of this process so far; 0 where the system does not count them."""
     return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
@@ -215,8 +214,7 @@ def _device_seconds(device: torch.device, run: Callable[[], object]) -> float:
 
 
 def _read_between(device: torch.device, step_bytes: int | None) -> int:
-    """How many bytes are read between two runs: what the step holds, as a power of two, as far as the last
-    cache has room for it."""
+    """The bytes to read between two runs: the step's, as a power of two, at most the last cache."""
     if device.type != "cpu":
         return 0
     name = "SC_LEVEL3_CACHE_SIZE"
@@ -226,13 +224,12 @@ def _read_between(device: torch.device, step_bytes: int | None) -> int:
 
 
 def _needs_its_values(func: object) -> bool:
-    """Whether made-up inputs of an operator are what they must be, as matrices that can be inverted."""
+    """Whether an operator's made-up inputs have values that it needs, as matrices that can be inverted."""
     return "linalg" in str(func) or "cholesky" in str(func)
 
 
 def _vary(tensor: torch.Tensor) -> None:
-    """Give a made-up tensor's floats different values around 1: where a maximum is looked for, how long it
-    takes depends on that."""
+    """Give a made-up tensor's floats different values around 1: the time to find a maximum depends on it."""
     if tensor.layout is not torch.strided or not tensor.is_floating_point() or tensor.device.type != "cpu":
         return
     length = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -245,12 +242,12 @@ def _vary(tensor: torch.Tensor) -> None:
 
 
 def _clock(device: torch.device) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Functions that tell the seconds of a CUDA device at the start and at the end of what is timed."""
+    """Functions that read a CUDA device's clock, in seconds, at the start and at the end of a timed run."""
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def start() -> float:
         torch.cuda.synchronize(device)
-        # An idle device would wait for every small kernel to be launched, and that would be what is timed.
+        # On an idle device small kernels would run as they are launched, and the time would be the launches'.
         occupy(WAIT_SECONDS)
         first.record()
         return 0.0

@@ -1,7 +1,7 @@
-"""The file that remembers measured workspaces, and the text by which an operator is found in it.
+"""The file that keeps measured workspaces, and the text by which an operator is found in it.
 
 JSON: ``{"format": 6, "environments": {environment: {call: [workspace bytes, output bytes...]}}}``.
-A file that cannot be read or written is no error: what it would have held is measured again.
+A file that cannot be read or written is no error: its entries are measured again.
 """
 
 import json
@@ -25,7 +25,7 @@ from planner.planfile.atomic_file import write_atomically
 logger = logging.getLogger(__name__)
 
 CACHE_FORMAT = 6
-"""Another one, too, where operators of the planner's own allocate otherwise than before."""
+"""To be raised, too, when operators of the planner's own allocate otherwise than before."""
 
 _LARGEST_FILE = 1 << 30
 _MOST = 1 << 50
@@ -41,8 +41,10 @@ def default_cache_path() -> Path:
 
 
 def environment(device: torch.device) -> str:
-    """What measured workspaces and seconds depend on besides the operator: which kernels are chosen, and how
-    many threads there are to have scratch of their own."""
+    """The settings that measured workspaces and seconds depend on besides the operator.
+
+    They decide which kernels run, and how many threads have scratch of their own.
+    """
     parts = [f"torch {torch.__version__}"]
     if device.type == "cuda":
         parts += [
@@ -76,15 +78,15 @@ def _cudnn_settings() -> str:
 
 
 def _float32_precisions() -> str:
-    """In which arithmetic products, convolutions and recurrent layers of float32 are done.
+    """The arithmetic of products, convolutions and recurrent layers in float32.
 
-    PyTorch has an older and a newer setting for it, and raises where the older is read after the newer was
-    set; the newer one can be read always.
+    PyTorch has an older and a newer setting for it. Reading the older one raises after the newer one was set;
+    the newer one can always be read.
     """
     cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
     if hasattr(cudnn, "conv"):
         parts = {"matmul": products, "conv": cudnn.conv, "rnn": cudnn.rnn}
-        # Nothing set, "none", is what "ieee" is.
+        # "none", nothing set, means "ieee".
         settings = [f"{n} {part.fp32_precision}".replace("none", "ieee") for n, part in parts.items()]
     else:  # before torch 2.9
         settings = [f"matmul {torch.get_float32_matmul_precision()}", f"cudnn {cudnn.allow_tf32}"]
@@ -93,23 +95,23 @@ def _float32_precisions() -> str:
 
 
 def call_signature(func: object, args: Sequence[Any], kwargs: Mapping[str, Any], sizes: object = None) -> str:
-    """Returns what the memory of a call depends on, as text that is the same in every process.
+    """Returns a text for a call, the same in every process; calls with the same text take the same memory.
 
     Args:
         func: The operator.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        sizes: Of its results, where data decided them.
+        sizes: The sizes of its results, where data decided them.
 
     Raises:
-        TypeError: an argument has no such text.
-        ValueError: a size depends on data.
+        TypeError: An argument has no such text.
+        ValueError: A size depends on data.
     """
     named = [f"{name}={_text(value)}" for name, value in sorted(kwargs.items())]
     whole = whole_storage(func, args)
     inside = f" in {whole[0]} from {whole[1]}" if whole is not None else ""
-    found = f" gives {_text(sizes)}" if sizes is not None else ""
-    return f"{func}({', '.join([*map(_text, args), *named])}){inside}{found}"
+    gives = f" gives {_text(sizes)}" if sizes is not None else ""
+    return f"{func}({', '.join([*map(_text, args), *named])}){inside}{gives}"
 
 
 def _text(value: Any) -> str:
@@ -137,7 +139,7 @@ def _joined(sizes: Sequence[int]) -> str:
 
 
 def read_entries(path: Path | None, environment: str) -> Entries:
-    """What a file holds for an environment; nothing where it is absent, damaged or of another format."""
+    """The entries of a file for an environment; none if it is absent, damaged or of another format."""
     return _read(path).get(environment, {})
 
 
@@ -146,7 +148,7 @@ def write_entries(path: Path | None, environment: str, entries: Entries) -> None
     if path is None or not entries:
         return
     try:
-        # Another process may have written since: what it measured is kept.
+        # Another process may have written since: keep its measurements.
         environments = {**_read(path)}
         environments[environment] = {**environments.get(environment, {}), **entries}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +159,7 @@ def write_entries(path: Path | None, environment: str, entries: Entries) -> None
 
 
 _held: dict[Path, tuple[tuple[int, ...], Mapping[str, Entries]]] = {}
-"""By file: which version of it was read last, and what it held. A file of years takes a while to read."""
+"""By file: the version that was read last, and its contents. A large file takes a while to read."""
 
 
 @collector_off()

@@ -1,4 +1,4 @@
-"""What an optimizer keeps between steps, and what its step takes on top of it."""
+"""The memory that an optimizer keeps between steps, and the memory and time of its step."""
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer] | str
 
 
 class OptimizerError(PlannerError, ValueError):
-    """What was given as ``optimizer=`` is none, or cannot be run on tensors without data."""
+    """The value of ``optimizer=`` is no optimizer, or cannot be run on tensors without data."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class OptimizerStep:
     """The memory and time of an optimizer's step.
 
     Attributes:
-        state_bytes: What it keeps between steps: moments, momentum, master weights.
+        state_bytes: Bytes that it keeps between steps: moments, momentum, master weights.
         transient_bytes: The most that its step holds beyond parameters, gradients and state.
         seconds: Predicted time of one step.
-        making: What its first step allocates, the state among it; None where there is no optimizer.
-        steady: What later steps allocate.
+        making: Allocations of its first step, the state among them; None where there is no optimizer.
+        steady: Allocations of later steps.
     """
 
     state_bytes: int = 0
@@ -48,13 +48,13 @@ class OptimizerStep:
 
 
 OF_ANOTHER_MODEL = (
-    "optimizer= holds none of the model's parameters, and others than these: what it keeps for those is "
-    "counted. Pass the optimizer of this model, its class or its name"
+    "optimizer= holds none of the model's parameters, and others of other shapes: the state that it keeps "
+    "for those is counted. Pass the optimizer of this model, its class or its name"
 )
 
 
 def is_of_another_model(optimizer: Optimizer | None, module: torch.nn.Module) -> bool:
-    """Whether an optimizer was made for other parameters, which are not those of a copy either."""
+    """Whether an optimizer was made for another model, and not for a copy of this one either."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return False
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -75,21 +75,21 @@ def optimizer_step(
 ) -> OptimizerStep:
     """Memory and time of an optimizer's step on a device.
 
-    The optimizer (a fresh one of the same class and settings) takes two steps on tensors without data,
-    under a recorder: the first makes its state, the second is like all that follow. The user's own is
-    only read. Where neither ``foreach`` nor ``fused`` is set, what PyTorch takes on the device holds:
-    on a GPU whole lists of parameters at once, whose intermediate results are all there together.
+    A fresh optimizer of the same class and settings takes two steps on tensors without data, under a
+    recorder: the first makes its state, the second is like all that follow. The user's own is only read. If
+    neither ``foreach`` nor ``fused`` is set, PyTorch's default on the device counts: on a GPU it updates
+    whole lists of parameters at once, and the intermediate results of all are alive together.
 
     Args:
         optimizer: An instance, a class, or the name of one in ``torch.optim`` ("AdamW").
-        module: Whose parameters it trains.
+        module: The module whose parameters it trains.
         device: Where the step will run.
-        meter: Measures what kernels allocate inside; None counts nothing.
+        meter: Measures the workspace of kernels; None counts none.
         costs: Seconds of operations; None for the device's roofline.
-        shape_of: The shape of a parameter where it is trained; None where it is whole.
+        shape_of: The shape of a parameter's shard on one rank; None if parameters are whole.
 
     Raises:
-        OptimizerError: If there is no such optimizer, or its step fails.
+        OptimizerError: There is no such optimizer, or its step fails.
     """
     instance = isinstance(optimizer, torch.optim.Optimizer)
     trained = any(p.requires_grad for p in module.parameters())
@@ -103,8 +103,8 @@ def optimizer_step(
             options: Any = {"dtype": parameter.dtype, "device": device.kind}
             with mode:
                 if shape_of is None:
-                    [here] = held_tensors(parameter)
-                    made = torch.empty_strided(here.shape, here.stride(), **options)
+                    [local] = held_tensors(parameter)
+                    made = torch.empty_strided(local.shape, local.stride(), **options)
                 else:
                     made = torch.empty(shape_of(parameter), **options)
                 copy = torch.nn.Parameter(made)
@@ -119,17 +119,17 @@ def optimizer_step(
         else:
             settings: dict[str, Any] = {} if kind is not torch.optim.SGD else {"lr": 1e-3}
             fresh = kind([fake(p) for p in module.parameters() if p.requires_grad], **settings)
-        there = [*fakes.values(), *(f.grad for f in fakes.values() if f.grad is not None)]
+        resident = [*fakes.values(), *(f.grad for f in fakes.values() if f.grad is not None)]
         if device.kind == "cuda":
             _as_on_cuda(fresh)
-        first = _recorded_step(fresh, mode, there)
-        state = _state_on(fresh, device.kind, {fake_.storage_key(t) for t in there})
-        second = _recorded_step(fresh, mode, [*there, *state])
+        first = _recorded_step(fresh, mode, resident)
+        state = _state_on(fresh, device.kind, {fake_.storage_key(t) for t in resident})
+        second = _recorded_step(fresh, mode, [*resident, *state])
     except Exception as error:
         raise OptimizerError(
             f"{kind.__name__} cannot take a step on tensors without data ({type(error).__name__}: {error})"
-            + ("" if instance else "; pass an instance that is set up as you train with it")
-            + ". With optimizer=None, to a trainer's callback too, there is a plan that does not count it"
+            + ("" if instance else "; pass an instance with the settings that you train with")
+            + ". With optimizer=None, also in a trainer's callback, the plan does not count it"
         ) from error
     finally:
         for copy in fakes.values():
@@ -165,7 +165,7 @@ _NOT_TAKEN = ("state", "param_groups", "step")
 
 
 class _OptimizerRecorder(StepRecorder):
-    """Some optimizers ask for norms; with any number in their place they allocate the same."""
+    """Answers 1 to optimizers that read a number, as a norm: they allocate the same with any."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -177,7 +177,7 @@ class _OptimizerRecorder(StepRecorder):
 
 
 def _as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
-    """Set what PyTorch takes by default for parameters on CUDA; it does not for those without data."""
+    """Set ``foreach``, PyTorch's default for parameters on CUDA, which it does not take for fake tensors."""
     for group in optimizer.param_groups:
         chosen = group.get("foreach") is not None or group.get("fused") or group.get("differentiable")
         if "foreach" in group and not chosen:
@@ -200,7 +200,7 @@ def _state_on(optimizer: torch.optim.Optimizer, kind: str, known: set[int]) -> l
 
 
 def optimizer_class(optimizer: Any) -> type[torch.optim.Optimizer]:
-    """The class of an optimizer, of which there is an instance, the class or the name.
+    """The class of an optimizer that is given as an instance, a class or a name.
 
     Raises:
         OptimizerError: It is none of these.

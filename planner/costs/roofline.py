@@ -2,10 +2,10 @@
 
     seconds = max(FLOPs / FLOP/s of the dtype, bytes moved / bandwidth) + launch
 
-FLOPs count for matrix products, convolutions, attention and recurrent layers; every other operation is
-bound by the bytes it moves, which are its distinct tensor inputs and its outputs, once each. An expanded
-tensor counts what it has in memory. Views move nothing and cost nothing. Random numbers, which a CPU's
-generator makes one by one, are bound by their count there.
+FLOPs count for matrix products, convolutions, attention and recurrent layers. Every other operation is bound
+by the bytes it moves: its distinct tensor inputs and its outputs, once each. An expanded tensor counts with
+its bytes in memory. Views move nothing and cost nothing. On a CPU random numbers are bound by their count:
+its generator makes them one by one.
 """
 
 import functools
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 CPU_DRAW_SECONDS = 8e-9
-"""What a CPU's generator takes for a random number, as measured on one core."""
+"""The time of a CPU's generator for a random number, measured on one core."""
 
 FlopFormula = Callable[[Sequence[Any]], float]
 """FLOPs from an operation's positional arguments."""
@@ -42,7 +42,7 @@ def roofline(device: Device) -> "Roofline":
 
 
 class Costs(Protocol):
-    """Where the seconds of operations come from; `name` is what a plan says it used."""
+    """A source of the seconds of operations; `name` is its name in a plan."""
 
     name: str
 
@@ -58,8 +58,7 @@ class Costs(Protocol):
 
 
 class Roofline:
-    """The roofline of one device; answers are remembered by operator, shapes, strides, dtypes and other
-    arguments."""
+    """The roofline of one device; it remembers times by operator and arguments, tensors by their form."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -90,7 +89,7 @@ class Roofline:
             return 0.0
         in_place = str(func.overloadpacket).endswith("_")
         if not in_place and next(iter(call_tensors(outputs)), None) is None:
-            return 0.0  # it asks for a size or a device
+            return 0.0  # it returns a size or a device
         arithmetic = 0.0
         flops = op_flops(func, args, kwargs, outputs)
         if flops:
@@ -132,7 +131,7 @@ def bytes_moved(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
         inputs.setdefault(view, tensor)
     sizes = [tensor_bytes(tensor) for tensor in inputs.values()]
     if packet in _GATHERS and sizes:
-        # Of the table only the rows that come out are read.
+        # It reads only those rows of the table that it returns.
         sizes[0] = min(sizes[0], written)
     return sum(sizes) + written
 
@@ -149,7 +148,7 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 
 
 def _signature(nest: Any, seen: dict[int, int]) -> object:
-    """What the cost depends on, hashable; the same tensor object twice differs from two alike."""
+    """A hashable key for the arguments; one tensor given twice differs from two alike."""
     if isinstance(nest, torch.Tensor):
         position = seen.setdefault(id(nest), len(seen))
         if nest.layout is not torch.strided:
@@ -187,7 +186,7 @@ def _attention(args: Sequence[Any]) -> float:
 
 
 def _attention_backward(args: Sequence[Any]) -> float:
-    """The scores again, then two products for the gradients behind each of the forward's two."""
+    """Five products: the scores again, and for each of the forward's two products two for gradients."""
     return 5 * _attention_product(*args[1:4])
 
 
@@ -198,7 +197,7 @@ def _attention_product(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 
 
 def _recurrent(args: Sequence[Any]) -> float:
-    """Every weight meets every time step of every sequence once."""
+    """Every weight is multiplied once for every time step of every sequence."""
     steps = int(args[0].numel()) / int(args[0].shape[-1])
     weights = call_tensors(args[1] if isinstance(args[1], (list, tuple)) else args[1:5])
     return 2.0 * steps * sum(int(weight.numel()) for weight in weights if weight.dim() == 2)
@@ -217,7 +216,7 @@ def _linear(args: Sequence[Any]) -> float:
 
 
 def _packets(*names: str) -> frozenset[object]:
-    """The operators that this version of PyTorch has of those named."""
+    """The operators of these names that this version of PyTorch has."""
     return frozenset(getattr(aten, name) for name in names if hasattr(aten, name))
 
 

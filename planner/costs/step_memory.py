@@ -1,13 +1,14 @@
-"""The whole training step on its device, and what a budget leaves of it to the schedule.
+"""The memory of the whole training step on its device, and the part that a budget leaves to the schedule.
 
     total = allocated + libraries + fragmentation + context
 
-*Allocated* is the larger of two peaks: forward and backward (what is resident, and the schedule's own
-peak), and the optimizer's step (what is resident, the gradients, outputs that are still held, and the
-step's own intermediate results). Libraries (cuBLAS) allocate workspaces once and keep them. *Fragmentation*
-is what the caching allocator reserves beyond these: two steps of the training loop run through a simulation
-of it (:mod:`planner.allocator`), a planned one with segments that are reserved beforehand, its *arena*. The
-*context* is gone before the first tensor. A budget bounds the total; on the CPU the last three are zero.
+*Allocated* is the larger of two peaks: that of forward and backward (resident bytes and the schedule's own
+peak), and that of the optimizer's step (resident bytes, the gradients, outputs that are still held, and the
+step's own intermediate results). *Libraries* (cuBLAS) allocate workspaces once and keep them. *Fragmentation*
+is memory that the caching allocator reserves beyond these: two steps of the training loop run through a
+simulation of it (:mod:`planner.allocator`), a planned one with segments that are reserved beforehand, its
+*arena*. The *context* takes its memory before the first tensor. A budget bounds the total; on the CPU the
+last three are zero.
 """
 
 from dataclasses import dataclass
@@ -21,16 +22,16 @@ from planner.planfile.schema import Resident, WholeStep
 
 @dataclass(frozen=True)
 class StepMemoryModel:
-    """What does not depend on the schedule.
+    """The part of a step's memory that does not depend on the schedule.
 
     Attributes:
         device: Where the step runs.
-        resident: Bytes that are there throughout.
-        optimizer: What the optimizer's step takes.
-        tensors: Bytes of the tensors that are there throughout, but for the optimizer's, in the order in
-            which a program makes them.
-        reduced_bytes: What is there in the optimizer's step of the gradients that are whole before
-            (``resident.unreduced_bytes``).
+        resident: Bytes that are alive throughout.
+        optimizer: Memory and time of the optimizer's step.
+        tensors: Bytes of each tensor that is alive throughout, without the optimizer's, in the order in which
+            a program makes them.
+        reduced_bytes: Bytes of this rank's shards of gradients in the optimizer's step; before that these
+            gradients are whole (``resident.unreduced_bytes``).
     """
 
     device: Device
@@ -51,25 +52,25 @@ class StepMemoryModel:
 
         Args:
             dynamic_peak_bytes: The most that forward and backward hold over entry.
-            final_bytes: What they leave: gradients, outputs.
-            allocations: What they allocate, in order, by which it is known what the allocator of a GPU
-                reserves; None leaves that out.
+            final_bytes: Bytes that they leave: gradients, outputs.
+            allocations: Their allocations, in order, to predict fragmentation in the allocator of a GPU; None
+                leaves it out.
             arena: Whether segments are reserved for it beforehand.
         """
         forward_backward = self.resident.total + dynamic_peak_bytes
-        there = self.resident.total - self.resident.unreduced_bytes + self.reduced_bytes
-        update = there + final_bytes + self.optimizer.transient_bytes
+        resident = self.resident.total - self.resident.unreduced_bytes + self.reduced_bytes
+        update = resident + final_bytes + self.optimizer.transient_bytes
         allocated = max(forward_backward, update)
         fragmentation, without, expandable = 0, None, None
         made = Arena()
         if allocations is not None and self.device.kind == "cuda":
-            there = allocated + self.device.library_bytes
+            used = allocated + self.device.library_bytes
             loop = self.loop(allocations)
             made = arena_of(loop) if arena else made
             reserved = reservation(loop).reserved_bytes
-            fragmentation = max(reserved - made.saved_bytes - there, 0)
-            without = max(reserved - there, 0) if arena else None
-            expandable = max(reservation(loop, EXPANDABLE).reserved_bytes - there, 0)
+            fragmentation = max(reserved - made.saved_bytes - used, 0)
+            without = max(reserved - used, 0) if arena else None
+            expandable = max(reservation(loop, EXPANDABLE).reserved_bytes - used, 0)
         return WholeStep(
             forward_backward_bytes=forward_backward,
             optimizer_step_bytes=update,
@@ -83,7 +84,7 @@ class StepMemoryModel:
         )
 
     def loop(self, allocations: Allocations) -> TrainingLoop:
-        """The training loop whose forward and backward allocate that."""
+        """The training loop whose forward and backward make these allocations."""
         workspace = -(-self.device.library_bytes // CUBLAS_THREADS)
         return TrainingLoop(
             resident=self.tensors,
@@ -94,14 +95,16 @@ class StepMemoryModel:
         )
 
     def reserved_bytes(self, allocations: Allocations) -> int:
-        """What the allocator of a GPU reserves for a loop, workspaces of libraries included."""
+        """Bytes that the allocator of a GPU reserves for a loop, workspaces of libraries included."""
         return reservation(self.loop(allocations)).reserved_bytes
 
     def room_bytes(self, budget_bytes: int) -> int:
-        """The dynamic peak that a budget for the whole step leaves to forward and backward, if the allocator
-        reserves no more than what is allocated."""
+        """The dynamic peak that a budget for the whole step leaves to forward and backward.
+
+        The allocator is taken to reserve no more than is allocated.
+        """
         return max(budget_bytes - self.around(self.resident.total), 0)
 
     def around(self, allocated: int) -> int:
-        """What a step that allocates so much takes of its device, if no more is reserved."""
+        """The device memory of a step that allocates so much, if the allocator reserves no more."""
         return allocated + self.device.library_bytes + self.device.context_bytes

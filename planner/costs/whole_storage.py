@@ -1,7 +1,8 @@
-"""Operations whose result is as large as the storage in which their first argument lies, be it a part of it.
+"""Operations whose result is as large as the whole storage of their first argument, which may be a view.
 
-Functional forms of writes into views copy the whole storage, so that the result is laid out in it as the view
-was. What they allocate does not follow from sizes and strides, and kernels without data do not say it.
+They are functional forms of writes into views. They copy the whole storage, so that the result lies in its
+copy as the view lay in the original. Their allocations do not follow from sizes and strides, and kernels
+without data do not show them.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ _COPY_STORAGE = frozenset(
 
 
 def whole_storage(func: object, args: Sequence[Any]) -> tuple[int, int] | None:
-    """Elements of the storage of a call's first argument, and where it begins; None for other operations."""
+    """The elements of the storage of a call's first argument, and its offset; None for other operations."""
     if getattr(func, "overloadpacket", None) not in _COPY_STORAGE or not args:
         return None
     first = args[0]

@@ -1,9 +1,9 @@
-"""Bytes that a kernel allocates and frees inside itself, seen by running it once on the device at hand.
+"""The bytes that a kernel allocates and frees inside itself, measured by a run on the device at hand.
 
 Fake tensors know an operator's outputs but not the scratch memory of its kernel: convolutions in oneDNN and
 cuDNN, attention, reductions in several passes. Each distinct operator, with its shapes, strides, dtypes and
-other arguments, is run on tensors made for the purpose, one at a time, and its allocator events are read. The
-answers are kept in memory and on disk.
+other arguments, runs on tensors made for the purpose, one at a time, and its allocator events are read. The
+results are kept in memory and on disk.
 """
 
 import logging
@@ -54,7 +54,7 @@ _MARK = "planner.costs.workspace."
 _MAY_COPY = frozenset({aten.reshape, aten.contiguous, aten.to})
 
 OnMeasured = Callable[[int, int], None]
-"""Called with how many operators have been run, and of how many."""
+"""Called with the number of operators that have run, and the number of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class OpMemory:
     """The memory of one operator.
 
     Attributes:
-        workspace_bytes: The most it held at once beyond what is there when it returns.
-        output_bytes: Size of the storage of each of its outputs, flattened; 0 for one that shares another's,
-            and for what is no tensor. Empty for an operator that was not run (a view, or a failure).
+        workspace_bytes: The most bytes that it held at once beyond those at its return.
+        output_bytes: Size of the storage of each of its outputs, flattened; 0 for one that shares another's
+            storage or is no tensor. Empty for an operator that was not run (a view, or a failure).
     """
 
     workspace_bytes: int
@@ -75,7 +75,7 @@ NOT_RUN = OpMemory(0, ())
 
 
 class Workspaces(Protocol):
-    """What knows the memory of calls."""
+    """A source of the memory of calls."""
 
     def measure(self, calls: Iterable[Call]) -> list[OpMemory]:
         """The memory of each call, in order."""
@@ -85,7 +85,7 @@ class Workspaces(Protocol):
 class _Run:
     memory: OpMemory
     kept_bytes: int
-    """What it left allocated beyond its outputs."""
+    """Bytes that it left allocated beyond its outputs."""
 
     @property
     def clean(self) -> bool:
@@ -98,15 +98,16 @@ class WorkspaceMeter:
 
     Attributes:
         failures: Operators that could not be run, with the reason, by signature. Their workspace counts as 0.
-        unmeasured: Those that were not run, since an open profiler session would end: they count as 0, too.
+        unmeasured: Operators that were not run, since that would end an open profiler session. They count as
+            0, too.
     """
 
     def __init__(self, device: torch.device | str, cache_path: Path | str | None = "default") -> None:
         """
         Args:
             device: Where to run: the CPU, or a CUDA device that is here.
-            cache_path: JSON file that remembers; ``"default"`` is one in the user's cache directory, ``None``
-                none. A file that cannot be read or written costs time, not correctness.
+            cache_path: JSON file to keep results in; ``"default"`` is one in the user's cache directory,
+                ``None`` none. A file that cannot be read or written costs time, not correctness.
         """
         self.device = torch.device(device)
         self.failures: dict[str, str] = {}
@@ -121,9 +122,9 @@ class WorkspaceMeter:
         self._loaded = False
 
     def measure(self, calls: Iterable[Call], progress: OnMeasured | None = None) -> list[OpMemory]:
-        """Returns the memory of each call, in order, running those not yet known.
+        """Returns the memory of each call, in order; runs those not yet known.
 
-        The state of the random generators, and whatever modes and autocast are active, stay as they are.
+        Random generators, active modes and autocast stay as they are.
         """
         self._load()
         calls = list(calls)
@@ -151,7 +152,7 @@ class WorkspaceMeter:
         ]
 
     def failed(self, calls: Iterable[Call]) -> Iterator[tuple[Call, str]]:
-        """Of calls that have been measured those that could not be run, with the reason."""
+        """The calls among measured ones that could not be run, each with the reason."""
         for call in calls if self.failures else ():
             if _allocates(call.func):
                 with suppress(TypeError, ValueError):
@@ -170,7 +171,7 @@ class WorkspaceMeter:
                     progress(min(start + _CHUNK, len(todo)), len(todo))
 
     def _settle(self, chunk: Mapping[str, Call]) -> None:
-        """Runs each operator until what it allocates repeats: first runs fill caches that stay."""
+        """Runs each operator until its allocations repeat: first runs fill caches that stay."""
         run_each = self._run_on_cuda if self.device.type == "cuda" else self._run_on_cpu
         before: dict[str, _Run] = {}
         for _ in range(_MAX_RUNS):
@@ -230,9 +231,9 @@ class WorkspaceMeter:
                 peak, net = counted_on_cuda(run, self.device)
             check(call, outputs[-1])
             sizes = _output_bytes(outputs, inputs, on="cuda")
-            found = _Run(OpMemory(peak - net, sizes), net - sum(map(_rounded, sizes)))
-            # What the allocator does not split off its blocks counts as well: its events tell it apart.
-            return found if exactly or found.clean else run_one(key, call, exactly=True)
+            measured = _Run(OpMemory(peak - net, sizes), net - sum(map(_rounded, sizes)))
+            # The counters include remainders that the allocator does not split off blocks; its events do not.
+            return measured if exactly or measured.clean else run_one(key, call, exactly=True)
 
         runs = {}
         with torch.cuda.device(self.device):
@@ -245,10 +246,10 @@ class WorkspaceMeter:
     def _reporting(self, key: str, call: Call) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever a kernel says about inputs that were made up
+        except Exception as error:  # a kernel may raise anything about made-up inputs
             masks = any(tensor.dtype is torch.bool for tensor in call_tensors([call.args, call.kwargs]))
             if masks and key not in self._masks_false:
-                self._masks_false.add(key)  # and once more
+                self._masks_false.add(key)  # the next run tries it with masks that are False
             else:
                 self._fail(key, f"{type(error).__name__}: {error}")
 
@@ -258,10 +259,10 @@ class WorkspaceMeter:
 
     @contextmanager
     def arguments(self, call: Call) -> Iterator[tuple[list[Any], dict[str, Any]]]:
-        """Real arguments for a call, which live, and under which it may be run, within the context.
+        """A context with real arguments for a call, which it may be run with inside.
 
         Raises:
-            Exception: it must not be run, or no such tensors can be made.
+            Exception: The call must not be run, or no such tensors can be made.
         """
         args, kwargs, _ = self._real_arguments(call, masks=False)
         with _grad_mode(call.func):
@@ -307,10 +308,15 @@ class WorkspaceMeter:
     def _made_tensor(
         self, like: torch.Tensor, matrix: bool, masks: bool, inside: tuple[int, int] | None
     ) -> torch.Tensor:
-        """A tensor of the same shape, strides and dtype, ``inside`` a storage of so many elements.
+        """A tensor of the same shape, strides and dtype.
 
         Floats are 1, which is valid as a variance too, and integers 0, which is valid as an index.
-        Booleans are true if ``masks``.
+
+        Args:
+            like: The tensor.
+            matrix: Whether square matrices must be well conditioned.
+            masks: The value of booleans.
+            inside: The number of elements of its storage, and its offset; None for the smallest storage.
         """
         if like.layout is not torch.strided:
             raise ValueError(f"not run: an input has layout {like.layout}")
@@ -392,5 +398,5 @@ def _available_bytes(device: torch.device) -> int:
 
 
 def _grad_mode(func: OpOverload) -> AbstractContextManager[None]:
-    """oneDNN's layers make a reserve only where the grad mode is on, whatever their ``train`` says."""
+    """The grad mode for an operator: oneDNN's layers make a reserve only with it on, despite ``train``."""
     return torch.enable_grad() if func.overloadpacket is aten.mkldnn_rnn_layer else nullcontext()

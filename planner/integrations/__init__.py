@@ -2,4 +2,4 @@
 
 from planner.imports import import_without_drawing
 
-import_without_drawing("rich.style")  # which the integrations import
+import_without_drawing("rich.style")  # the integrations import it; its import draws a random number

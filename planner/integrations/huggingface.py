@@ -30,25 +30,27 @@ from planner.training_step.step import find_loss
 
 
 class PlannerCallback(TrainerCallback):
-    """Plans the model at the trainer's first step, for what the trainer really passes to it.
+    """Plans the model at the trainer's first step, for the arguments that the trainer passes to it.
 
-    Outputs besides the loss are planned as dropped, as the trainer drops them. The optimizer counts, and
-    gradients that are there already do where ``gradient_accumulation_steps`` is more than 1. Checkpointing
-    that ``TrainingArguments`` switch on (``gradient_checkpointing=True``) is switched off: the plan goes in
-    its place, and a budget such as "60%" is of what the step takes with it. A planned model is not compiled
-    by ``torch_compile=True``, which is a warning;
-    ``backend="inductor"`` compiles it. After training the plan is removed.
+    Outputs besides the loss are planned as dropped, as the trainer drops them. The memory of the optimizer
+    counts. Gradients of earlier batches count where ``gradient_accumulation_steps`` is more than 1. After
+    training the plan is removed.
 
-    In TRL's trainers the loss is computed of what their models return for each token; that is planned for.
-    So is the loss that the trainer computes of the logits with ``label_smoothing_factor``.
+    The plan takes the place of checkpointing that ``TrainingArguments`` switch on
+    (``gradient_checkpointing=True``): that is switched off, and a budget such as "60%" is a share of the step
+    with it. ``torch_compile=True`` does not compile a planned model, and a warning says so;
+    ``backend="inductor"`` compiles it.
+
+    TRL's trainers compute the loss of values that their models return for each token; the plan includes that.
+    It includes the loss that the trainer computes of the logits with ``label_smoothing_factor``, too.
 
     Sentence Transformers' trainers compute the loss by a module that calls the model for each column of the
-    data. Plan that module: ``PlannerCallback(budget="8GiB", module=loss)``, with the loss that the trainer is
-    given.
+    data. Plan that module, which you give the trainer as its loss: ``PlannerCallback(budget="8GiB",
+    module=loss)``.
 
-    A ``compute_loss`` of your own may differentiate something else of the output than its loss. Say what:
-    ``loss=lambda output: output.logits.sum()``. Or plan what it does itself, without this callback, with
-    :func:`planner.step` around a function ``(model, inputs)`` that ``compute_loss`` calls.
+    A ``compute_loss`` of your own may differentiate another part of the output than its loss. Name it:
+    ``loss=lambda output: output.logits.sum()``. Or plan without this callback: wrap a function ``(model,
+    inputs)``, which ``compute_loss`` calls, in :func:`planner.step`.
     """
 
     @shows_options(PlanKeywords)
@@ -62,15 +64,15 @@ class PlannerCallback(TrainerCallback):
         module: torch.nn.Module | None = None,
         **options: Unpack[PlanKeywords],
     ) -> None:
-        """Store what to plan with.
+        """Store the options to plan with.
 
         Args:
             budget, on_new_shape, cache: See :func:`planner.auto_checkpoint`.
-            max_length: Tokens of the longest sequence that will come. The plan is made for a batch that is
-                padded to it, and shorter ones run by that; if it is left out, the plan is for the first
-                batch, and longer ones are planned for when they come.
-            module: What to plan instead of the trainer's model: a module that the trainer calls for the loss,
-                and that calls the model.
+            max_length: Tokens of the longest sequence in training. The plan is made for a batch padded to
+                this length, and shorter batches run by it. Without it the plan is made for the first batch,
+                and again for each longer one when it comes.
+            module: The module to plan instead of the trainer's model: the trainer calls it for the loss, and
+                it calls the model.
             **options: See :class:`planner.planning.options.PlanOptions`.
 
         Raises:
@@ -97,15 +99,15 @@ class PlannerCallback(TrainerCallback):
         planned = model if self._module is None else self._module
         if (own := _OwnCheckpoints.switched_off(planned)) is not None:
             tell(
-                "the model's own gradient checkpointing is switched off: the plan goes in its place, and "
-                "percentages are of the step with it"
+                "the model's own gradient checkpointing is switched off: the plan takes its place, and "
+                "percentages are shares of the step with it"
             )
         options: PlanKeywords = {"outputs": "dropped", **self._options}
         if args.torch_compile and options.get("backend", "eager") == "eager":
             warn(
                 "torch_compile=True does not reach the planned model: it runs operation by operation, as the "
-                'plan says. To have it compiled pass PlannerCallback(backend="inductor") and leave '
-                "torch_compile out"
+                'plan says. To compile it pass PlannerCallback(backend="inductor") and leave torch_compile '
+                "out"
             )
         options.setdefault("accumulate", True if args.gradient_accumulation_steps > 1 else None)
         inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
@@ -127,15 +129,15 @@ class PlannerCallback(TrainerCallback):
 
 
 _NAMES = ("gradient_checkpointing", "activation_checkpointing")
-"""With these the attributes begin that say whether a part of a model checkpoints, and by what function."""
+"""Prefixes of the attributes that say whether a part of a model checkpoints, and by which function."""
 
 
 @dataclass(frozen=True)
 class _OwnCheckpoints:
-    """Switches checkpointing on in a copy of a model, where it was on before.
+    """Switches a model's own checkpointing on again in a copy, where it was on before.
 
     Attributes:
-        switched: The parts that were, each with the values of its attributes for that.
+        switched: The parts where it was on, by name, each with its attributes of that time.
     """
 
     switched: tuple[tuple[str, Mapping[str, Any]], ...]
@@ -162,8 +164,10 @@ class _OwnCheckpoints:
 
 
 def _switched_off(part: torch.nn.Module) -> bool:
-    """Switch a model's own checkpointing off; returns whether it was on. It may lie in a module of another
-    library's."""
+    """Switch the checkpointing of a part of a model off; returns whether it was on.
+
+    The part may be another library's.
+    """
     name = "activation" if hasattr(part, "activation_checkpointing_disable") else "gradient"
     if not getattr(part, f"is_{name}_checkpointing", False):
         return False
@@ -172,18 +176,20 @@ def _switched_off(part: torch.nn.Module) -> bool:
 
 
 def _loss_of_output(output: Any) -> Any:
-    """The loss that the trainer finds in what a model returns: of a tuple it is the first."""
+    """The loss that the trainer finds in a model's output: the first entry of a tuple."""
     return find_loss(output[0] if isinstance(output, tuple | list) and output else output)
 
 
 @dataclass(frozen=True)
 class _SmoothedLoss:
-    """The loss that the trainer computes of the logits; it takes the labels away from the model then.
+    """The loss that the trainer computes of the logits with ``label_smoothing_factor``.
+
+    The trainer does not pass the labels to the model then.
 
     Attributes:
         factor: How much labels are smoothed.
-        shifts: Whether logits are for the label after theirs.
-        counted: Whether the trainer counts the labels of a step before, as it does for models that take it.
+        shifts: Whether the logits at a position are for the next label.
+        counted: Whether the trainer counts the labels of a whole step, as for models that take the count.
     """
 
     factor: float
@@ -192,7 +198,7 @@ class _SmoothedLoss:
 
     @classmethod
     def of(cls, model: Any, factor: float) -> "_SmoothedLoss":
-        """As the trainer does for a model, or for the one that PEFT adapts."""
+        """The loss of the trainer for a model, or for the model that PEFT adapts."""
         adapted = getattr(getattr(model, "base_model", None), "model", model)
         names = {type(inner).__name__ for inner in (model, adapted)}
         parameters = inspect.signature(adapted.forward).parameters.values()
@@ -201,20 +207,21 @@ class _SmoothedLoss:
         return cls(factor, shifts, getattr(adapted, "accepts_loss_kwargs", takes_more))
 
     def __call__(self, output: Any) -> Any:
-        if (found := _loss_of_output(output)) is not None:
-            return found  # a batch without labels
+        if (loss := _loss_of_output(output)) is not None:
+            return loss  # a batch without labels
         logits = output.get("logits") if isinstance(output, Mapping) else output[0]
         if not isinstance(logits, torch.Tensor):
             return None
         label = torch.zeros((), dtype=torch.long, device=logits.device)
-        labels = label.expand(logits.shape[:-1])  # which ones does not matter, and memory they have already
+        labels = label.expand(logits.shape[:-1])  # of any values; the batch's own count among its inputs
         more: dict[str, Any] = {}
-        if "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters:  # not in version 4
+        # transformers 4 has no such parameter.
+        if "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters:
             more["num_items_in_batch"] = 1 if self.counted else None
         return LabelSmoother(self.factor)({"logits": logits}, labels, self.shifts, **more)
 
 
 def _loss_of_tokens(output: Any) -> Any:
-    """The loss of TRL's trainers: their models return one as well, which they do not differentiate."""
+    """The loss of TRL's trainers; they do not differentiate the loss that their models return."""
     log_probs = getattr(output, "log_probs", None)
     return _loss_of_output(output) if log_probs is None else (-log_probs).sum()

@@ -25,17 +25,18 @@ from planner.runtime.shapes.policy import OnNewShape
 class PlannerCallback(Callback):  # type: ignore[misc]
     """Plans ``training_step``, with the loss that it computes, at its first call.
 
-    Calls of ``self.log`` inside it are made right after it. Gradients are set to None before
-    ``training_step`` instead of after it, so that they are not in memory together with what the forward
-    keeps; not where ``optimizer_zero_grad`` or ``on_before_zero_grad`` are yours, which may read them.
-    Gradients that stay from the batch before count where ``accumulate_grad_batches`` is more than 1.
-    After training the plan is removed.
+    Calls of ``self.log`` inside it are made right after it. Gradients of earlier batches count where
+    ``accumulate_grad_batches`` is more than 1. After training the plan is removed.
+
+    Gradients are set to None before ``training_step`` instead of after it: so they are not in memory together
+    with the values that the forward keeps. Your own ``optimizer_zero_grad`` or ``on_before_zero_grad`` may
+    read gradients; then they stay until Lightning clears them.
 
     A ``training_step`` that returns None, which skips a batch, runs as it is.
 
-    One that calls ``manual_backward`` is not planned itself: name the submodule that it calls, as in
-    ``model="net"``. A loss that is computed outside of that is not counted unless ``loss=`` says how it is
-    computed.
+    A ``training_step`` that calls ``manual_backward`` is not planned itself: name the submodule that it
+    calls, as in ``model="net"``. A loss that is computed outside of the submodule counts only if ``loss=``
+    says how it is computed.
     """
 
     @shows_options(PlanKeywords)
@@ -48,7 +49,7 @@ class PlannerCallback(Callback):  # type: ignore[misc]
         cache: str | os.PathLike[str] | None = None,
         **options: Unpack[PlanKeywords],
     ) -> None:
-        """Store what to plan with.
+        """Store the options to plan with.
 
         Args:
             budget, on_new_shape, cache: See :func:`planner.auto_checkpoint`.
@@ -62,7 +63,7 @@ class PlannerCallback(Callback):  # type: ignore[misc]
         self.step: PlannedStep | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Have it planned at its first training call."""
+        """Have ``training_step``, or the submodule, planned at its first training call."""
         options = self._options.copy()
         options.setdefault("accumulate", True if trainer.accumulate_grad_batches > 1 else None)
         optimizers = [getattr(o, "optimizer", o) for o in trainer.optimizers]
@@ -77,7 +78,7 @@ class PlannerCallback(Callback):  # type: ignore[misc]
         if not pl_module.automatic_optimization:
             raise PlannerError(
                 f"{type(pl_module).__name__} optimizes manually, inside of training_step: name the submodule "
-                'that is to be planned, as in PlannerCallback(model="net")'
+                'to plan, as in PlannerCallback(model="net")'
             )
         own = pl_module.training_step
         self.step = step(functools.update_wrapper(_Step(pl_module), own), **given)
@@ -102,7 +103,7 @@ class PlannerCallback(Callback):  # type: ignore[misc]
 
 
 class _Step:
-    """``training_step`` as a function of the module, which also returns what was to be logged."""
+    """``training_step`` as a function of the module, which returns the loss beside the output."""
 
     def __init__(self, module: LightningModule) -> None:
         self._module, self._kind = module, type(module)
@@ -114,7 +115,10 @@ class _Step:
         return {"loss": loss, "output": output}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Step":
-        """The same: a copy of the module leaves the trainer out, and planning runs on one."""
+        """Return the object itself, and give the copied module its trainer.
+
+        Planning runs on a copy of the module, which leaves the trainer out.
+        """
         copied = memo.get(id(self._module))
         if copied is not None:
             copied.trainer = self._module.trainer
@@ -145,7 +149,7 @@ class _Later:
 
 
 class _Call:
-    """What ``trainer`` calls in place of ``training_step``."""
+    """The function that ``trainer`` calls in place of ``training_step``."""
 
     def __init__(self, planned: PlannedStep, trainer: Trainer, module: LightningModule) -> None:
         self._planned, self._trainer, self._module = planned, trainer, module
@@ -153,7 +157,7 @@ class _Call:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, trainer = self._module, self._trainer
         if _lets_go_of_gradients(trainer, module):
-            for optimizer in trainer.optimizers:  # the trainer does so as well, after the forward
+            for optimizer in trainer.optimizers:  # the trainer does so again, after the forward
                 optimizer.zero_grad()
         try:
             output = self._planned(module, *args, **kwargs)["output"]
@@ -167,7 +171,7 @@ class _Call:
 
 
 def _lets_go_of_gradients(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether nothing but ``zero_grad`` reads the gradients that are there before the next backward."""
+    """Whether gradients can be cleared before the forward: nothing else reads them before the backward."""
     hooks = [
         (module.optimizer_zero_grad, LightningModule.optimizer_zero_grad),
         (module.on_before_zero_grad, LightningModule.on_before_zero_grad),
@@ -175,7 +179,8 @@ def _lets_go_of_gradients(trainer: Trainer, module: LightningModule) -> bool:
     ]
     return (
         trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
-        # An epoch without backward, as StochasticWeightAveraging adds one: the optimizer steps by the last.
+        # In an epoch without backward, as StochasticWeightAveraging adds one, the optimizer steps by the
+        # last gradients.
         and not trainer.fit_loop._skip_backward
         and all(getattr(hook, "__func__", None) is original for hook, original in hooks)
     )

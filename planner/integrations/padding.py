@@ -1,4 +1,4 @@
-"""Batches padded to the longest sequence that is expected."""
+"""Batches padded to the longest sequence that will come."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ from planner.training_step.step import map_tensors, tensors_in
 class Padded:
     """Pads the tensors of a batch to a number of tokens; longer ones stay as they are.
 
-    The sequence is the second dimension of the tensors that are as long there as most are. What they are
-    padded with does not matter: only sizes are planned. Mappings in a list, as Sentence Transformers has one
-    for each column of the data, are batches each by itself; nothing beside them is padded.
+    The sequence is the second dimension. Tensors are padded if they have the most frequent length there. The
+    values do not matter: only sizes are planned. A list of mappings, as Sentence Transformers has one for
+    each column of the data, is several batches; nothing beside them is padded.
 
     Attributes:
         length: The number of tokens.
@@ -42,10 +42,10 @@ class Padded:
 
     def _batch(self, tree: Any) -> Any:
         """One batch, whose sequences all have the same length."""
-        found = Counter(int(t.shape[1]) for t in tensors_in(tree) if t.dim() >= 2)
-        if not found:
+        lengths = Counter(int(t.shape[1]) for t in tensors_in(tree) if t.dim() >= 2)
+        if not lengths:
             return tree
-        ((tokens, _),) = found.most_common(1)
+        ((tokens, _),) = lengths.most_common(1)
 
         def padded(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dim() < 2 or tensor.shape[1] != tokens or tokens >= self.length:

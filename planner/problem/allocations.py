@@ -1,4 +1,4 @@
-"""What a schedule allocates and frees, in order."""
+"""The allocations of a schedule, in order."""
 
 import numpy as np
 
@@ -11,10 +11,10 @@ from solvers.model.schedule import lifetimes
 def planned_allocations(graph: Graph, schedule: Schedule) -> Allocations:
     """The allocations of a step that runs by a schedule, at the sizes and in the order of the simulator."""
     lives = lifetimes(graph, schedule)
-    there = graph.bytes[lives.value] > 0
-    there &= ~graph.on_demand[lives.value] | lives.used
-    value, start, end = lives.value[there], lives.start[there], lives.end[there]
-    # What an operation makes it makes in the order of its outputs; values are numbered in that order.
+    allocated = graph.bytes[lives.value] > 0
+    allocated &= ~graph.on_demand[lives.value] | lives.used
+    value, start, end = lives.value[allocated], lives.start[allocated], lives.end[allocated]
+    # An operation makes its outputs in their order, and values are numbered in that order.
     made_by = graph.producer[value].tolist()
     last = len(schedule) - 1
     return step_allocations(

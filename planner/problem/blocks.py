@@ -1,4 +1,4 @@
-"""What blocks of the user's ask of a plan: see ``planner/blocks``."""
+"""The user's blocks of code in a problem, and their wishes for the plan: see ``planner/blocks``."""
 
 from solvers.model.graph import Graph, Op
 from solvers.model.indices import BaseOp, ValueId, numbered
@@ -7,27 +7,27 @@ _RECOMPUTED, _SWITCHED_OFF = "recompute", "off"
 
 
 def told_to_recompute(graph: Graph) -> list[ValueId]:
-    """The values of a graph that only a block reads that is told to be recomputed.
+    """The values inside of blocks that the user wants recomputed.
 
-    What leaves it is not among them. Of blocks inside each other the outermost counts.
+    A value that anything outside of its block reads is not among them. Of nested blocks the outermost counts.
     """
     owner = [_outermost(op) for op in graph.ops[: graph.forward_length]]
-    found = []
+    values = []
     for i, op in numbered(BaseOp, graph.ops[: graph.forward_length]):
         if owner[i] is None:
             continue
         for value in op.outputs:
-            # What a replay needs besides, a generator's state, is nothing that the block computes.
+            # The block does not compute a generator's state, which a replay needs.
             if graph.values[value].on_demand or graph.values[value].held_until is not None:
                 continue
             readers = [r for r in graph.consumers[value] if r < graph.forward_length]
             if all(owner[r] == owner[i] for r in readers):
-                found.append(value)
-    return found
+                values.append(value)
+    return values
 
 
 def names_of(op: Op) -> list[str]:
-    """What an operation may be called by the blocks that it is in, as ``layers.0.attention``."""
+    """The names of an operation by the blocks that it is in, as ``layers.0.attention``."""
     parts = op.module.split(".")
     around = ["", *(".".join(parts[: n + 1]) + "." for n in range(len(parts)))] if op.module else [""]
     named = [name for _, _, name in map(_read, op.blocks) if name]

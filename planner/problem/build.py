@@ -1,7 +1,8 @@
 """From a captured step to the problem that solvers see, and back from their schedules.
 
-The rows of the solvers' graph are the operations of every execution of every captured graph, in the
-order of the step, with the glue between them. Each storage of each execution is one value.
+The rows of the solvers' graph are the operations of every execution of every captured graph, in the order of
+the step, and between them those of the glue (operations that no graph holds). Each storage of each execution
+is one value.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,13 +37,13 @@ from solvers.model.indices import BaseOp, Region, RowId, ValueId, base_op, numbe
 
 @dataclass(frozen=True)
 class Problem:
-    """What is solved.
+    """The problem that solvers solve.
 
     Attributes:
         graph: The solvers' graph of the compiled step.
         sources: Where each base row comes from.
-        eager: Timeline of the step as it is without a plan.
-        final_bytes: What a step leaves, whatever its schedule: gradients and outputs.
+        eager: Timeline of the step without a plan.
+        final_bytes: Bytes that a step leaves, whatever its schedule: gradients and outputs.
         packed: The operations whose masks the forward packs, see :mod:`planner.problem.encodings`.
     """
 
@@ -53,10 +54,9 @@ class Problem:
     packed: frozenset[Source] = frozenset()
 
     def backward_sequences(self, captured: CapturedStep, schedule: Schedule) -> list[list[list[int]]]:
-        """For every captured graph what its backward runs under a schedule: the operations of each of its
-        executions, in order.
+        """The backward of every captured graph under a schedule: for each execution its operations, in order.
 
-        An execution whose backward does not run in the step re-runs nothing where it runs after all.
+        The step may not run the backward of an execution; if it runs later after all, it re-runs nothing.
         """
         steps: list[dict[int, list[int]]] = [{} for _ in captured.graphs]
         for row in schedule.tolist():
@@ -85,15 +85,16 @@ def build_problem(
     copying: bool = False,
     in_flight: int | None = None,
 ) -> Problem:
-    """Make of a captured step the problem that solvers see.
+    """Build the problem that solvers see from a captured step.
 
     Args:
         captured: The step.
         device: For seconds and rounding.
         meter: Measures the workspace of every distinct operation by running it; None counts none.
         costs: Seconds of operations; None for the device's roofline.
-        copying: Re-runs read copies of inputs, see :mod:`planner.graph.overwritten`, taken in no time.
-        in_flight: Micro-batches in flight, of which the step is one; None for a step by itself.
+        copying: Whether re-runs read copies of inputs, see :mod:`planner.graph.overwritten`. The copies count
+            no time.
+        in_flight: Micro-batches in flight, the step's own included; None for a step by itself.
     """
     costs = costs or roofline(device)
     builder = _Builder(captured, device, copying)
@@ -135,14 +136,14 @@ class _Builder:
             self._last_row.append(len(self.rows) - 1)
             for storage in event.allocates:
                 if storage in self.value_of:
-                    self._hold(self.value_of[storage], self._let_go_after(storage), index)
+                    self._hold(self.value_of[storage], self._held_until(storage), index)
         self._hold_what_is_saved()
 
     def graph(self, meter: Workspaces | None, costs: Costs) -> Graph:
         """The solvers' graph, with seconds and bytes for the device."""
         memories, replayed = self._measure(meter)
         values, ops = list(self.values), list[Op]()
-        # By call: executions of a graph share theirs.
+        # Both by call, which all executions of a graph share.
         taken: dict[int, float] = {}
         made: dict[tuple[int, ...], list[int]] = {}
         for row, memory, number in zip(self.rows, memories, self._numbers(), strict=True):
@@ -184,7 +185,7 @@ class _Builder:
         return Graph(tuple(ops), tuple(rounded), base_length=len(self.rows))
 
     def final_bytes(self, graph: Graph) -> int:
-        """Bytes of what nothing freed within the step."""
+        """Bytes of the values that the step does not free."""
         return sum(graph.values[value].bytes for value, event in self._held.items() if event is None)
 
     def _measure(self, meter: Workspaces | None) -> tuple[list[OpMemory], dict[int, OpMemory]]:
@@ -195,8 +196,8 @@ class _Builder:
         calls = {n: row.call for n, row in zip(numbers, self.rows, strict=True)}
         calls |= {id(call): call for call in again.values()}
         distinct = {n: call for n, call in calls.items() if call is not None}
-        found = dict(zip(distinct, meter.measure(list(distinct.values())), strict=True))
-        return [found.get(n, NOT_RUN) for n in numbers], {i: found[id(call)] for i, call in again.items()}
+        of_call = dict(zip(distinct, meter.measure(list(distinct.values())), strict=True))
+        return [of_call.get(n, NOT_RUN) for n in numbers], {i: of_call[id(call)] for i, call in again.items()}
 
     def _numbers(self) -> list[int]:
         """The identity of the call of each row, which executions of a graph share."""
@@ -227,7 +228,7 @@ class _Builder:
     def _graph_event(self, event: Event, call: GraphCall, backward: bool) -> None:
         joint = self.captured.graphs[call.graph].joint
         if joint is None:
-            # Nothing to differentiate: what its operations have not made appears as if one operation made it.
+            # Nothing is differentiated: one operation stands for the graph, and makes its new storages.
             name = f"graph {call.graph}"
             made = self._values_of(event, name)
             op = Op((), made, phase=Phase(backward), recomputable=False, region=GLUE_REGION, name=name)
@@ -302,7 +303,7 @@ class _Builder:
         return self._calls[node]
 
     def _replay(self, row: Row, op: JointOp, storages: dict[int, ValueId], copies: InputCopies) -> None:
-        """Say how a row is run again, where that differs from its first run."""
+        """Give a row its replay form, where a second run differs from the first."""
         facts = self._facts[op]
         if facts.is_run_as_before and not op.writers and not copies.are_read(facts.read_again):
             return
@@ -322,7 +323,7 @@ class _Builder:
     def _copy_row(
         self, joint: JointGraph, primal: Node, storages: dict[int, ValueId], region: Region, module: str
     ) -> Row:
-        """A copy of an input, which is there only in schedules that read it."""
+        """A row that copies an input; the copy exists only in schedules that read it."""
         name = f"copy of {primal.name}"
         reads = tuple(storages[s] for s in joint.storages_of(primal) if s in storages)
         made = (self._value(Value(copy_bytes(primal), name, on_demand=True)),)
@@ -330,7 +331,7 @@ class _Builder:
         return Row(Source(), op, None, None, made)
 
     def _hold_what_is_saved(self) -> None:
-        """Hold what an execution saves for a backward that does not run in the step: it re-runs nothing."""
+        """Hold the values that are saved for a backward that the step does not run: it re-runs nothing."""
         events = self.captured.compiled.events
         calls = [(index, event.graph) for index, event in enumerate(events) if event.graph is not None]
         differentiated = {(call.graph, call.instance) for _, call in calls if call.backward}
@@ -338,10 +339,10 @@ class _Builder:
             joint = self.captured.graphs[call.graph].joint
             if joint is None or call.token < 0 or (call.graph, call.instance) in differentiated:
                 continue
-            storages, let_go = self._storages[call.graph, call.instance], self._let_go_after(call.token)
+            storages, until = self._storages[call.graph, call.instance], self._held_until(call.token)
             for storage in {s for op in joint.ops[joint.forward_length :] for s in op.reads}:
                 if storage in storages:
-                    self._hold(storages[storage], let_go, index)
+                    self._hold(storages[storage], until, index)
 
     # ---- values ------------------------------------------------------------------------------------
 
@@ -364,17 +365,18 @@ class _Builder:
         self.value_of.update(zip(event.allocates, made, strict=True))
         return made
 
-    def _let_go_after(self, storage: int) -> int | None:
+    def _held_until(self, storage: int) -> int | None:
+        """The last event at which others than the graphs hold a storage; None if they hold it to the end."""
         died = self.captured.compiled.storages[storage].died_after
         if died is None:
             return None
         call = self.captured.compiled.events[died].graph
-        # Freed inside a captured graph: held by others only up to the event before.
+        # A captured graph freed it: others held it only up to the event before.
         return died - 1 if isinstance(call, GraphCall) and storage in call.released else died
 
-    def _hold(self, value: ValueId, let_go: int | None, born: int) -> None:
+    def _hold(self, value: ValueId, until: int | None, born: int) -> None:
         known = self._held.get(value, born)
-        self._held[value] = None if let_go is None or known is None else max(let_go, known)
+        self._held[value] = None if until is None or known is None else max(until, known)
 
 
 def _call_of(node: Node) -> Call:

@@ -1,9 +1,9 @@
 """The peak of a step whose graphs run as programs that Inductor emits.
 
-What is alive between the graphs is known from the captured step, and what an operation of the glue takes
-from its measurement. Inside of a graph it is the emitted program that allocates and frees: it runs here as it
-is, on tensors without data and with kernels that do nothing, under the recorder of steps. What it lets go of
-is seen by weak references, as in any other step.
+The captured step says which storages are alive between the graphs, and measurements say what an operation of
+the glue takes. Inside of a graph the emitted program allocates and frees. It runs here as it is, on tensors
+without data and with kernels that do nothing, under the recorder of steps. Weak references show what it
+frees, as in any other step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,9 +36,9 @@ class EmittedRun:
     """A program that ran without data.
 
     Attributes:
-        recording: What it allocated and freed. Its first event made the arguments.
+        recording: Its allocations and frees. The first event makes the arguments.
         inputs, outputs: The storage of each argument and result, -1 for those that are no tensors.
-        digest: Of the program.
+        digest: The digest of the program.
     """
 
     recording: Recording
@@ -49,13 +49,13 @@ class EmittedRun:
 
 @dataclass(frozen=True)
 class EmittedStep:
-    """What a step takes whose graphs run as emitted programs.
+    """The memory of a step whose graphs run as emitted programs.
 
     Attributes:
         step_bytes: Live bytes over entry, the scratch of kernels included, at every operation.
-        forward_length: How many of these are before the backward.
-        digests: Of the programs, of each graph and each of its schedules the forward's and the backward's.
-        fusion: What is fused in them.
+        forward_length: How many of these operations come before the backward.
+        digests: By graph and schedule: the digests of the forward's program and of the backward's.
+        fusion: The operations that are fused in the programs.
     """
 
     step_bytes: PerStep
@@ -65,24 +65,24 @@ class EmittedStep:
 
     @property
     def peak_bytes(self) -> int:
-        """The most of them."""
+        """The most live bytes at an operation."""
         return int(self.step_bytes.max(initial=0))
 
 
 Program = tuple[int, ...]
-"""What a graph's backward runs, in order."""
+"""The operations that a graph's backward runs, in order."""
 
 
 @dataclass
 class EmittedStepModel:
-    """Says what schedules of a captured step take.
+    """Predicts the memory of schedules of a captured step.
 
     Args:
         captured: The step.
         device: For rounding.
-        meter: Measures what kernels allocate inside; None counts nothing.
+        meter: Measures the workspace of kernels; None counts none.
         lowering: Emits the programs.
-        copying: Re-runs read copies of inputs.
+        copying: Whether re-runs read copies of inputs.
     """
 
     captured: CapturedStep
@@ -93,10 +93,10 @@ class EmittedStepModel:
     _programs: dict[tuple[int, Program], tuple[EmittedRun, EmittedRun]] = field(default_factory=dict)
 
     def step(self, sequences: Sequence[Sequence[Sequence[int]]]) -> EmittedStep:
-        """What a schedule takes.
+        """The step under a schedule.
 
         Args:
-            sequences: What each execution of each graph runs in its backward, see
+            sequences: The operations that each execution of each graph runs in its backward, see
                 :meth:`planner.problem.build.Problem.backward_sequences`.
         """
         composed = _Composed(self)
@@ -117,14 +117,14 @@ class EmittedStepModel:
 
     def programs(self, graph: int, sequence: Program) -> tuple[EmittedRun, EmittedRun]:
         """The forward and the backward program of a graph's schedule."""
-        found = self._programs.get((graph, sequence))
-        if found is None:
+        halves = self._programs.get((graph, sequence))
+        if halves is None:
             joint = self.captured.graphs[graph].joint
             assert joint is not None
-            halves = partition(joint, sequence, copying=self.copying)
-            found = self._run(halves.forward, "forward"), self._run(halves.backward, "backward")
-            self._programs[graph, sequence] = found
-        return found
+            split = partition(joint, sequence, copying=self.copying)
+            halves = self._run(split.forward, "forward"), self._run(split.backward, "backward")
+            self._programs[graph, sequence] = halves
+        return halves
 
     def _run(self, module: GraphModule, role: Role) -> EmittedRun:
         program, run, arguments = self.lowering.emitted(module, role)
@@ -133,20 +133,20 @@ class EmittedStepModel:
         with fake.without_modes(), mode, recorder:
             recorder.graph_ran((), arguments)
             inputs = tuple(recorder.index_of(x) if fake.is_fake(x) else -1 for x in arguments)
-            results = run(arguments)  # which it empties
+            results = run(arguments)  # empties the list of arguments
             outputs = tuple(recorder.index_of(x) if fake.is_fake(x) else -1 for x in results)
         del results
         return EmittedRun(recorder.recording, inputs, outputs, program.digest)
 
     def memories(self, recording: Recording) -> list[OpMemory]:
-        """What each distinct call of a recording takes, besides what it returns."""
+        """The memory of each distinct call of a recording."""
         if self.meter is None:
             return [NOT_RUN] * len(recording.calls)
         return self.meter.measure(_measured(call) for call in recording.calls)
 
 
 def _measured(call: Call) -> Call:
-    """What is measured in the place of a call: of a draw in order, or from a state, the draw itself."""
+    """The call to measure in the place of another: for a draw in order, or from a state, the plain draw."""
     plain = PLAIN.get(call.func) or IN_ORDER.get(call.func)
     return call if plain is None else Call(plain, call.args[1:], call.kwargs)
 
@@ -157,19 +157,21 @@ class _Composed:
     def __init__(self, model: EmittedStepModel) -> None:
         self._model, self._recording = model, model.captured.compiled
         self._memories = model.memories(self._recording)
-        self._object: dict[int, int] = {}  # by storage of the step: what stands for it here
+        # An object stands for a storage: its bytes, the operation that makes it, and the last one that holds
+        # it (None: it outlives the step).
         self._bytes: list[int] = []
         self._born: list[int] = []
-        self._dies: list[int | None] = []  # the last step that holds it; None: it outlives the step
-        self._saved: dict[tuple[int, int], list[int | None]] = {}  # by execution: what its backward takes
-        self._tokens: dict[tuple[int, int], int] = {}  # by execution: a storage that lives as long
-        self._workspace: list[int] = []
-        self._ends: dict[int, int] = {-1: -1}  # by event: its last step
-        self._let_go: list[tuple[int, int]] = []  # what is let go of after an event
+        self._dies: list[int | None] = []
+        self._object: dict[int, int] = {}  # by storage of the step
+        self._saved: dict[tuple[int, int], list[int | None]] = {}  # by execution: objects for its backward
+        self._tokens: dict[tuple[int, int], int] = {}  # by execution: a storage that lives as long as these
+        self._workspace: list[int] = []  # by operation
+        self._ends: dict[int, int] = {-1: -1}  # by event: its last operation
+        self._held_until: list[tuple[int, int]] = []  # objects, each with the last event that holds it
         self._forward = 0
 
     def glue(self, index: int) -> None:
-        """An operation between graphs, or a graph of which nothing is differentiated."""
+        """Add an operation between graphs, or a graph of which nothing is differentiated."""
         event, step = self._recording.events[index], len(self._workspace)
         memory = NOT_RUN if event.call is None else self._memories[event.call]
         for storage, size in zip(
@@ -181,7 +183,7 @@ class _Composed:
         self._end(index, event.backward)
 
     def graph(self, index: int, call: GraphCall, run: EmittedRun) -> None:
-        """A half of a graph."""
+        """Add the forward or the backward of a graph."""
         recording, start = run.recording, len(self._workspace)
         memories = self._model.memories(recording)
         known: dict[int, int] = {}  # by storage of the program
@@ -217,12 +219,12 @@ class _Composed:
         self._end(index, call.backward)
 
     def step(self, digests: Mapping[tuple[int, Program], tuple[str, str]]) -> EmittedStep:
-        """The step, once all events are there."""
-        for execution, saved in self._saved.items():  # their backward does not run in the step
+        """The step, once all events are added."""
+        for execution, saved in self._saved.items():  # the step does not run their backward
             for value in saved:
                 if value is not None:
                     self._hold(self._tokens[execution], value)
-        for held, event in self._let_go:
+        for held, event in self._held_until:
             self._until(held, self._ends[event])
         length = len(self._workspace)
         change = np.zeros(length + 1, dtype=np.int64)
@@ -245,15 +247,15 @@ class _Composed:
             self._dies[held] = max(dies, step)
 
     def _hold(self, storage: int, held: int) -> None:
-        """Hold what stands for a storage of the step as long as others than the graphs do."""
+        """Hold an object as long as others than the graphs hold its storage of the step."""
         died = self._recording.storages[storage].died_after
         if died is None:
             self._dies[held] = None
             return
         call = self._recording.events[died].graph
-        # Freed inside of a graph: held by others only up to the event before.
+        # A graph freed it: others held it only up to the event before.
         inside = isinstance(call, GraphCall) and storage in call.released
-        self._let_go.append((held, died - 1 if inside else died))
+        self._held_until.append((held, died - 1 if inside else died))
 
     def _end(self, index: int, backward: bool) -> None:
         self._ends[index] = len(self._workspace) - 1

@@ -1,15 +1,15 @@
 """Masks and signs kept as bits, as part of the problem.
 
-A boolean value that backward needs has three forms: kept as it is, kept as bits, eight to a byte, or made
-again. Where the result of an operation is packed, its re-run unpacks the bits, and a row right after its
-first run packs them; the bits are there only in schedules that unpack them. Solvers see what they always see:
-values to keep, and rows that make them again.
+A plan has three ways for a boolean value that the backward needs: keep it as it is, keep it as bits, eight to
+a byte, or make it again. Where the result of an operation is packed, a row right after its first run packs
+it, and its re-run unpacks the bits; the bits exist only in schedules that unpack them. Solvers see what they
+always see: values to keep, and rows that make them again.
 
-What ReLU returned is read by its backward for the signs of its elements. Where these are packed, that reads
-the bits, and nothing unpacks them. While it is not yet decided where they are, the backward reads a value of
-its own, which unpacking makes again, since ReLU's result has other readers.
+The backward of ReLU reads ReLU's result for the signs of its elements. Where these are packed, it reads the
+bits, and nothing unpacks them. While it is open where they are packed, the backward reads a value of its own,
+which unpacking makes again, since ReLU's result has other readers.
 
-After Gist (Jain et al., ISCA 2018), which encodes what is kept and recomputes nothing.
+After Gist (Jain et al., ISCA 2018), which encodes kept values and recomputes nothing.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -47,10 +47,10 @@ class Packing:
         row: Its base row in the problem without packing.
         value: The mask, or the result.
         bytes: Size of the bits.
-        pack_seconds, pack_workspace_bytes: Of packing.
-        unpack_seconds, unpack_workspace_bytes: Of unpacking; of signs, of the backward that reads them.
-        reader: Of signs the base row of that backward; None for a mask.
-        written: The base row that writes the mask last, where that is another one.
+        pack_seconds, pack_workspace_bytes: Costs of packing.
+        unpack_seconds, unpack_workspace_bytes: Costs of unpacking; for signs, of the backward.
+        reader: For signs, the base row of that backward; None for a mask.
+        written: The base row that writes the mask last, if it is another one than ``row``.
     """
 
     row: BaseOp
@@ -68,7 +68,7 @@ class Packing:
 def find_packings(
     captured: CapturedStep, problem: Problem, device: Device, meter: WorkspaceMeter | None, costs: Costs
 ) -> tuple[Packing, ...]:
-    """The masks of a problem that can be kept as bits; on the CPU only.
+    """The masks and signs of a problem that can be kept as bits; on the CPU only.
 
     Args:
         captured: The step.
@@ -98,7 +98,7 @@ def find_packings(
 
 
 class _Found(NamedTuple):
-    """What can be packed, and by which calls; ``result`` is what unpacking makes."""
+    """A value that can be packed, and the calls for it; ``result`` is the result of unpacking."""
 
     row: BaseOp
     value: ValueId
@@ -146,21 +146,22 @@ def _signs(captured: CapturedStep, problem: Problem) -> Iterator[_Found]:
 
 
 def _masked_by_signs(joint: JointGraph | None) -> dict[int, tuple[JointOp, JointOp]]:
-    """The backwards of a graph's ReLUs that may read bits, by index; each with its ReLU before it."""
+    """The backwards of ReLUs in a graph that can read bits, by index: each ReLU with its backward."""
     if joint is None:
         return {}
-    found = [(relu_before(joint, op), op) for op in joint.ops]
-    return {op.index: (relu, op) for relu, op in found if relu is not None}
+    pairs = [(relu_before(joint, op), op) for op in joint.ops]
+    return {op.index: (relu, op) for relu, op in pairs if relu is not None}
 
 
 @dataclass(frozen=True)
 class PackedProblem:
-    """A problem in which some masks are packed.
+    """A problem in which some masks and signs are packed.
 
     Attributes:
         problem: The problem.
-        packings: The masks that are.
-        forms: For each row what it is: a form, and the row without packing that it is a form of.
+        packings: The packed masks and signs.
+        forms: For each row its form ("run", "pack", "carry" or "unpack"), and the row of the problem without
+            packing that it belongs to.
     """
 
     problem: Problem
@@ -178,19 +179,19 @@ class PackedProblem:
         return tuple(p for p in self.packings if self.row_of["unpack", p.row] in run)
 
     def follow(self, other: "PackedProblem", schedule: Schedule) -> Schedule:
-        """The same schedule as one of this problem, which packs what a schedule of the other unpacks."""
+        """A schedule of another problem as one of this problem, which packs what the other's unpacks."""
         rows = (self.row_of.get(other.forms[row]) for row in schedule.tolist())
         return np.array([row for row in rows if row is not None], dtype=np.int64)
 
 
 def packed(problem: Problem, packings: Iterable[Packing], *, if_unpacked: bool = False) -> PackedProblem:
-    """The problem in which some masks are packed.
+    """The problem in which some masks and signs are packed.
 
     Args:
         problem: The problem without packing.
-        packings: The masks.
-        if_unpacked: Each unpacking counts the time of packing as well, and packing counts none: what
-            schedules take of which it is not decided yet what they pack.
+        packings: The masks and signs.
+        if_unpacked: Whether it is still open which of them a schedule packs. Then each unpacking counts the
+            time of packing as well, and packing counts none.
     """
     chosen: dict[RowId, Packing] = {packing.row: packing for packing in packings}
     masks = {row for row, packing in chosen.items() if packing.reader is None}
@@ -257,7 +258,7 @@ def packed(problem: Problem, packings: Iterable[Packing], *, if_unpacked: bool =
             )
         else:
             seconds, workspace = packing.unpack_seconds, packing.unpack_workspace_bytes
-            if packing.reader is not None:  # that unpacks itself, in its own time
+            if packing.reader is not None:  # the reader unpacks the bits itself, in its own time
                 seconds, workspace = max(0.0, seconds - graph.ops[packing.reader].seconds), 0
             ops.append(
                 replace(
@@ -283,7 +284,7 @@ def packed(problem: Problem, packings: Iterable[Packing], *, if_unpacked: bool =
 def _reading(
     op: Op, packing: Packing, bits: dict[RowId, ValueId], unpacked: dict[RowId, ValueId], if_unpacked: bool
 ) -> Op:
-    """The backward of a ReLU, reading bits, or what stands for its result while that is not decided."""
+    """The backward of a ReLU, reading bits or, while that is open, the value in place of ReLU's result."""
     read = unpacked[packing.row] if if_unpacked else bits[packing.row]
     inputs = tuple(read if v == packing.value else v for v in op.inputs)
     if if_unpacked:

@@ -1,4 +1,4 @@
-"""Micro-batches in flight: what they hold beside the step of one of them, with a plan and without."""
+"""Micro-batches in flight: the memory that they hold beside the step of one of them, planned or not."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +17,7 @@ _ONES = "aten.ones_like.default"
 def with_others(
     graph: Graph, captured: CapturedStep, value_of: Mapping[int, ValueId], count: int
 ) -> tuple[Graph, int]:
-    """The solvers' graph of one micro-batch among others, and what all of them leave.
+    """The solvers' graph of one micro-batch among others, and the bytes that all of them leave.
 
     Args:
         graph: The graph of one alone.
@@ -33,7 +33,7 @@ def with_others(
     gradients = {value_of[s] for s in kept if s in recording.gradients}
     outputs = {value_of[s] for s in kept if s in recording.results}
     left = sum(graph.values[v].bytes for v in final - gradients - outputs)
-    if captured.gradients:  # which are there already
+    if captured.gradients:  # earlier micro-batches have made the gradients
         return replace(graph, in_flight=InFlight(count, left, sent=sent)), left
     last_of: dict[int, BaseOp] = {}
     for i, op in numbered(BaseOp, graph.ops[: graph.base_length]):
@@ -48,7 +48,7 @@ def with_others(
 
 
 def _backward_begins_with_its_gradients(graph: Graph) -> Graph:
-    """Gradients of ones, of the loss or of what the next stage sends, are made when the backward begins."""
+    """Make the first gradients, ones that stand for the loss's or the next stage's, part of the backward."""
     ops, place = list(graph.ops), graph.forward_length - 1
     while place >= 0 and ops[place].name == _ONES:
         ops[place] = replace(ops[place], phase=Phase.BACKWARD)
@@ -61,7 +61,7 @@ def unplanned_with_others(captured: CapturedStep, eager: EagerTimeline, count: i
 
     Args:
         captured: The step.
-        eager: The timeline of the unplanned one, alone.
+        eager: The timeline of the unplanned step, alone.
         count: How many are in flight.
     """
     recording, accumulating = captured.eager, bool(captured.gradients)

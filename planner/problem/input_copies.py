@@ -1,4 +1,4 @@
-"""Copies of the inputs of a graph, which re-runs read where a step changes the inputs in place."""
+"""Copies of a graph's inputs: re-runs read them if the step changes the inputs in place."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ class InputCopies:
     """Copies of the inputs of a graph, which re-runs read in their place.
 
     Attributes:
-        values: The value of each that was taken.
+        values: By input the value of its copy, once it was taken.
     """
 
     def __init__(self, joint: JointGraph, wanted: bool) -> None:
@@ -22,7 +22,7 @@ class InputCopies:
         self._before = self._reads.first_readers() if self._reads is not None else {}
 
     def before(self, op: JointOp) -> list[Node]:
-        """The inputs of which a copy is taken right before an operation."""
+        """The inputs that are copied right before an operation."""
         return [p for p in self._before.get(op.index, ()) if p in self._joint.to_copy]
 
     def are_read(self, nodes: Sequence[Node]) -> bool:

@@ -37,9 +37,13 @@ class Row:
 
 @dataclass
 class Again:
-    """How a row is run a second time: with what, for what, and what that needs besides. ``call`` is None
-    where the same operation runs; ``extra_bytes`` are held while it runs. ``writers`` are the rows that write
-    over its result, which run with it.
+    """The replay form of a row, its second run.
+
+    Attributes:
+        inputs, outputs: The values that it reads and makes.
+        call: The call that it makes; None where the same operation runs.
+        extra_bytes: Bytes that it holds besides while it runs.
+        writers: The rows that write over its result, which run with it.
     """
 
     inputs: tuple[ValueId, ...]
@@ -51,15 +55,15 @@ class Again:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is alike in all executions of an operation of a graph.
+    """Facts that all executions of an operation of a graph share.
 
     Attributes:
         recomputable: Whether it can be run a second time.
-        name: For people.
-        value_name: What its results are called.
-        read_again: What a second run reads.
-        state: What a second run is put into; None where it depends on none.
-        call_again: What a second run calls; None where the same operation runs.
+        name: Its name, for people.
+        value_name: The name of its results.
+        read_again: The nodes that a second run reads.
+        state: The state that a second run starts from, as a generator's; None where it depends on none.
+        call_again: The call of a second run; None where the same operation runs.
     """
 
     recomputable: bool
@@ -80,7 +84,7 @@ class Facts:
 
     @property
     def is_run_as_before(self) -> bool:
-        """Whether a second run does the same in the same way, where it reads the same."""
+        """Whether a second run is the same call, from no state; it may read copies of inputs."""
         return self.state is None and self.call_again is None
 
 
@@ -90,8 +94,11 @@ def example(node: Node) -> Any:
 
 
 def set_costs(op: Op, seconds: float, workspace_bytes: int) -> None:
-    """Give an operation in the making, which nobody else has yet, its costs: to make another of each of tens
-    of thousands takes as long as all else that is done with them."""
+    """Give an operation in the making its costs.
+
+    It is changed, not replaced, as nobody else has it yet: problems have tens of thousands of operations, and
+    replacing them takes as long as all the rest.
+    """
     op.seconds, op.workspace_bytes = seconds, workspace_bytes
 
 

@@ -1,4 +1,4 @@
-"""What users insist on, by name: module paths, operators, or patterns of either."""
+"""The user's ``keep=``, ``recompute=`` and ``checkpoints=``: names or patterns of modules and operators."""
 
 import difflib
 from collections.abc import Collection, Iterable, Sequence
@@ -16,7 +16,7 @@ from solvers.model.indices import BaseOp, ValueId
 
 _DROPOUT = "aten.native_dropout.default"
 _OF_DROPOUT = frozenset({"planner.draw_mask.default", "planner.masked_product.default"})
-"""The two steps in which the CPU runs dropout, which people know by the name that PyTorch has for it."""
+"""The two operators that dropout is split into on the CPU; users select them by ``_DROPOUT``."""
 
 
 class SelectionError(PlannerError, ValueError):
@@ -35,16 +35,16 @@ def select(
 
     Args:
         graph: The problem; its forward operations carry operator names and module paths.
-        keep: Everything that matching operations produce is always kept. So is what collectives produce that
-            neither is named by ``recompute`` nor belongs to such a block: ranks take part in them together.
-        recompute: Everything that matching operations produce is always recomputed; and so is what blocks
-            are told to recompute that ``@planner.recompute`` decorates, and what the step overwrites.
-        checkpoints: The last result of every matching module is always kept. Of modules inside each other
-            that match, as "layers.*" matches layers.0 and layers.0.linear, the outermost counts.
+        keep: The results of matching operations are always kept. So are results of collectives, in which
+            ranks take part together, unless ``recompute`` or a block selects them.
+        recompute: The results of matching operations are always recomputed. So are values inside of blocks
+            that ``@planner.recompute`` decorates, and values that the step overwrites.
+        checkpoints: The last result of every matching module is always kept. If nested modules match, as
+            "layers.*" matches layers.0 and layers.0.linear, the outermost counts.
         modules: The names of all of the model's modules, for messages.
 
     Raises:
-        SelectionError: If a pattern matches nothing, or a value is to be kept and recomputed, or kept and
+        SelectionError: A pattern matches nothing, or a value is to be kept and recomputed, or kept and
             overwritten.
     """
     kept = [v for op in _matching(graph, keep, "keep", modules) for v in _results(graph.ops[op])]
@@ -72,8 +72,8 @@ def _matching(graph: Graph, patterns: Iterable[str], argument: str, modules: Col
             if (idle := next((m for m in modules if fnmatchcase(m, pattern)), None)) is not None:
                 raise SelectionError(
                     f"{argument}= names {pattern!r}, and no operation of the captured forward is of {idle}: "
-                    "it computes nothing that takes memory, is not called, or runs the same graph as a layer "
-                    "before it, by whose name that is known"
+                    "it computes nothing that takes memory, is not called, or runs the same graph as an "
+                    "earlier layer, whose name stands for both"
                 )
             names = {graph.ops[i].module for i in forward} | {_operator(graph.ops[i]) for i in forward}
             names |= {_DROPOUT} if names & _OF_DROPOUT else set()
@@ -107,15 +107,15 @@ def _of_collectives(graph: Graph) -> list[ValueId]:
 
 def _overwritten(graph: Graph, kept: Collection[ValueId]) -> list[ValueId]:
     """The values that the step changes in place before the backward, which can run again."""
-    found = [v for v in graph.value_ids if graph.values[v].overwritten and graph.recompute_row[v] >= 0]
-    if both := sorted(set(found) & set(kept)):
+    changed = [v for v in graph.value_ids if graph.values[v].overwritten and graph.recompute_row[v] >= 0]
+    if both := sorted(set(changed) & set(kept)):
         op = graph.ops[graph.producer[both[0]]]
         raise SelectionError(
-            f"what {_operator(op)} in {op.module or 'the model'} makes is to be kept, and the step changes "
-            "it in place before the backward: it can only be made again. Leave it out of keep= and "
+            f"the result of {_operator(op)} in {op.module or 'the model'} is to be kept, and the step "
+            "changes it in place before the backward: it can only be made again. Leave it out of keep= and "
             "checkpoints=, or change a copy (y = y + 1, not y += 1)"
         )
-    return found
+    return changed
 
 
 def _matched(op: Op, pattern: str) -> str:

@@ -1,4 +1,4 @@
-"""Batches within a budget: without a plan, the fastest, and the largest at several prices."""
+"""A table of batches within a budget: without a plan, the fastest, and the largest at several overheads."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from planner.report.columns import Cell, fitted_table
 
 
 class Batches(Protocol):
-    """What `planner.max_batch` returns, as far as it is shown."""
+    """The part of `planner.max_batch`'s result that the table shows."""
 
     @property
     def choices(self) -> Sequence[Any]: ...
@@ -22,7 +22,7 @@ class Batches(Protocol):
 
 
 def render_batches(found: Batches, *, width: int = 100) -> Table:
-    """A row a batch: what it takes of the device and how fast it is; the one that was planned is marked."""
+    """A row for each batch: its memory on the device and its speed; the one that was planned is marked."""
     names: dict[tuple[int, bool], list[str]] = {}
     points = {}
     for choice in found.choices:

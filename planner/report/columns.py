@@ -12,7 +12,7 @@ Cell = str | Text
 GAP = 2
 """Blanks between columns."""
 _LABEL = 36
-"""Characters of a row's label that columns are given up for; longer ones are folded if need be."""
+"""Columns are left out before a label gets fewer characters than this; longer labels may be folded."""
 
 
 def fitted_table(
@@ -26,11 +26,11 @@ def fitted_table(
     """Lay out rows whose first cell is a label, within a number of characters.
 
     Args:
-        headers: the names of the columns.
-        rows: a cell for each column; rows may be shorter.
-        width: characters that a line may take.
-        least: columns that can be done without, the first to go first; after them labels are folded.
-        folded: whether other cells are folded, rather than labels: they are texts, not figures.
+        headers: The names of the columns.
+        rows: A cell for each column; rows may be shorter.
+        width: Characters that a line may take.
+        least: Columns that may be left out, in this order; if that is not enough, labels are folded.
+        folded: Whether the other cells, which are texts then, not figures, are folded rather than labels.
     """
     cells = [[_visible(cell) for cell in row] for row in rows]
     titles = [_visible(name) for name in headers]
@@ -60,7 +60,7 @@ def fitted_table(
 
 
 def _visible(cell: Cell) -> Text:
-    """A cell that is no markup, whatever its text looks like."""
+    """A cell as plain text: nothing in it is read as markup, and control characters are written out."""
     if isinstance(cell, Text):
         return cell if cell.plain.isprintable() else Text(printable(cell.plain), style=cell.style)
     return Text(printable(cell))

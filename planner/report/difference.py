@@ -99,7 +99,7 @@ def render_difference(
 
 
 def difference(first: PlanRecord, second: PlanRecord) -> dict[str, object]:
-    """The same as plain data."""
+    """The difference of two plans as plain data."""
     return {
         "same_model": first.model.state_digest == second.model.state_digest,
         "peak_bytes": [first.predicted.peak_bytes, second.predicted.peak_bytes],

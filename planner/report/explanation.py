@@ -1,7 +1,7 @@
-"""Why a plan treats a module as it does: what is kept and re-run, what the opposite would take.
+"""Why a plan treats a module as it does: what it keeps and re-runs, and what keeping more would take.
 
-Every figure is of the simulator: a plan says what its operations read and make, so the schedule that keeps
-more than the plan does can be simulated as the plan itself was.
+Every figure is the simulator's. A plan says what its operations read and make, so a schedule that keeps more
+than the plan can be simulated as the plan itself was.
 """
 
 import difflib
@@ -43,7 +43,7 @@ def explain(plan: PlanRecord, module: str = "") -> Explanation:
 
 
 class Explainer:
-    """Explains modules of one plan, which is simulated once.
+    """Explains modules of one plan; simulates the plan once.
 
     Args:
         plan: The plan.
@@ -105,7 +105,7 @@ class Explainer:
         )
 
     def without(self, rows: Iterable[BaseOp]) -> Schedule:
-        """The schedule that does not re-run some operations, nor what was re-run only for them."""
+        """The schedule without the re-runs of some operations, and without those that only these needed."""
         sim, graph = self.simulated, self.simulated.graph
         left = ~(sim.reruns & np.isin(self._base, np.fromiter(rows, dtype=np.int64)))
         while True:
@@ -113,7 +113,7 @@ class Explainer:
             lives = lifetimes(graph, schedule)
             used = np.zeros(len(schedule), dtype=bool)
             used[lives.start[lives.used]] = True
-            # Results that nothing reads: of the re-runs, those are there for what has gone.
+            # A re-run whose results nothing reads was needed by the ones taken out.
             idle = sim.reruns[left] & ~used
             if not idle.any():
                 return schedule
@@ -129,20 +129,21 @@ class Explainer:
         sim, graph = self.simulated, self.simulated.graph
         schedule = self.without(rows)
         timeline = simulate(graph, schedule)
-        # The moment that binds: the same operation or, where that was a re-run that has gone, the next one.
+        # The place of the plan's peak in this schedule: the same operation or, where that was a re-run that
+        # is taken out, the next one.
         row, done = int(sim.schedule[self._peak]), int((~sim.reruns[: self._peak + 1]).sum())
         base_steps = np.flatnonzero(~self.simulated.reruns_of(schedule))
         first, last = (int(base_steps[done - 1]) if done else -1), len(schedule) - 1
         if not sim.reruns[self._peak]:
-            there = first
+            place = first
         else:
             last = int(base_steps[done]) if done < len(base_steps) else last
             same = [i for i in range(first + 1, last) if schedule[i] == row]
-            there = same[0] if same else last
+            place = same[0] if same else last
         return Keeping(
             operations=len(set(self._base[sim.reruns].tolist()))
             - len(set(graph.base_of[schedule[self.simulated.reruns_of(schedule)]].tolist())),
-            extra_bytes=int(timeline.step_bytes[there]) - sim.timeline.peak_bytes,
+            extra_bytes=int(timeline.step_bytes[place]) - sim.timeline.peak_bytes,
             peak_bytes=timeline.peak_bytes,
             peak=self.moment(schedule, timeline.peak_step, timeline.step_bytes),
             saved_seconds=sim.timeline.seconds - timeline.seconds,
@@ -209,7 +210,10 @@ class Explainer:
         return found
 
     def _most_that_fits(self, again: set[BaseOp], room: int) -> tuple[Keeping | None, tuple[str, ...]]:
-        """The whole of it, or piece after piece, the ones that save most time for a byte first."""
+        """The re-runs that a larger budget could spare: all of them, or piece after piece.
+
+        Pieces that save most time for a byte come first.
+        """
         whole = self.keeping(again, room)
         if whole.fits:
             return whole, ("all of it",)
@@ -249,11 +253,11 @@ class Explainer:
 
 
 def seconds_per_byte(graph: Graph, operations: Iterable[BaseOp], times: Mapping[int, int]) -> float:
-    """What keeping the results of operations saves, for each byte of them.
+    """The time that keeping the results of operations saves, for each byte of them.
 
     Args:
         graph: The problem.
-        operations: Of the forward.
+        operations: Operations of the forward.
         times: How often the plan re-runs each.
     """
     reruns = [(graph.rerun(op), times[op]) for op in operations]

@@ -30,7 +30,7 @@ class Moment:
     phase: str
     """"forward", "backward" or "recomputation"."""
     live_bytes: int
-    """What the step holds then over what was there at entry, workspace included."""
+    """Bytes that are alive then, workspace included, beyond those at the entry of the training step."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Rerun:
     bytes: int
     """Bytes that it makes each time."""
     seconds: float
-    """What all its re-runs take."""
+    """The time of all its re-runs."""
     steps: tuple[int, ...]
     """The steps of the schedule at which it is run again."""
 
@@ -53,13 +53,13 @@ class Keeping:
     """The same schedule with fewer re-runs, as simulated."""
 
     operations: int
-    """How many operations would not be re-run any more, those included that were re-run only for them."""
+    """How many re-runs would be spared, those included that only these operations needed."""
     extra_bytes: int
-    """What is held more at the plan's own peak, the moment that binds."""
+    """Additional bytes at the plan's own peak, the moment that binds."""
     peak_bytes: int
     """The dynamic peak."""
     peak: Moment
-    """Where that is, in the schedule with fewer re-runs."""
+    """The step at which it is reached, in the schedule with fewer re-runs."""
     saved_seconds: float
     fits: bool | None
     """Whether the plan's budget allows it; None where the budget was the least that can be reached."""
@@ -67,9 +67,9 @@ class Keeping:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a plan does with a module, why, and what something else would take.
+    """What a plan does with a module, why, and what keeping more or less would take.
 
-    `print` shows it, a notebook does, and `to_dict()` has it as plain data.
+    `print` and notebooks show it; `to_dict()` returns it as plain data.
     """
 
     module: str
@@ -85,9 +85,9 @@ class Explanation:
     reruns: tuple[Rerun, ...]
     rerun_seconds: float
     plan_rerun_seconds: float
-    """What all re-runs of the plan take."""
+    """The time of all re-runs of the plan."""
     step_seconds: float
-    """What the planned step takes."""
+    """The time of the planned step."""
     binding: Moment
     """The plan's peak."""
     binding_module_bytes: int
@@ -95,15 +95,15 @@ class Explanation:
     room_bytes: int | None
     """The dynamic peak that the budget allows; None where it was the least that can be reached."""
     keeping: Keeping | None
-    """What keeping all of it would take; None where nothing of it is re-run."""
+    """The schedule that keeps all of the module; None where nothing of it is re-run."""
     more: Keeping | None
-    """The most of it that could be kept with 10 % more budget, as far as tried; None if nothing."""
+    """The schedule that keeps as much of it as fits 10 % more budget, as far as tried; None if nothing."""
     more_operations: tuple[str, ...]
     """Modules or operations that `more` keeps."""
     less_bytes: int | None
-    """By how much the plan is too large for 10 % less budget; None where the budget was the least."""
+    """Bytes by which the plan exceeds 10 % less budget; None where the budget was the least."""
     less_steps: int
-    """At how many steps of the schedule it is."""
+    """The number of steps of the schedule that exceed it."""
     less_module_bytes: int
     """Kept bytes of the module that could be recomputed and that are alive at the largest of these steps."""
 
@@ -142,7 +142,7 @@ def render_explanation(found: Explanation, *, width: int = 100) -> Group:
 
 
 def sentences(found: Explanation) -> list[tuple[str, str]]:
-    """What there is to say, as pairs of a heading and a sentence."""
+    """The explanation as pairs of a heading and a sentence."""
     facts = [
         ("kept", _kept(found)),
         ("recomputed", _recomputed(found)),

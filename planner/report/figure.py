@@ -34,8 +34,8 @@ def draw(plan: PlanRecord, *, most_modules: int = 8) -> "Figure":
     """Draw live bytes over the step, planned and unplanned, and what is alive at the planned peak.
 
     Args:
-        plan: the plan.
-        most_modules: how many modules to name; the others are one bar.
+        plan: The plan.
+        most_modules: How many modules to name; the others are one bar.
 
     Raises:
         PlottingError: matplotlib is not installed.
@@ -51,11 +51,11 @@ def draw(plan: PlanRecord, *, most_modules: int = 8) -> "Figure":
 
 
 def check_figure(path: str | os.PathLike[str]) -> None:
-    """Find out before long work whether a figure could be drawn and written after it.
+    """Check, before long work, that a figure can be drawn and written after it.
 
     Raises:
         PlottingError: matplotlib is not installed, or the name ends in no known format.
-        PlanFileError: the file cannot be written.
+        PlanFileError: The file cannot be written.
     """
     _format(path)
     _figure_class()
@@ -63,11 +63,11 @@ def check_figure(path: str | os.PathLike[str]) -> None:
 
 
 def save(plan: PlanRecord, path: str | os.PathLike[str]) -> None:
-    """Draw a plan into a file, whole or not at all; its ending says the format: .png, .svg or .pdf.
+    """Draw a plan into a file, whole or not at all. Its ending names the format: .png, .svg or .pdf.
 
     Raises:
-        PlottingError: as `check_figure`.
-        PlanFileError: the file cannot be written.
+        PlottingError: As `check_figure`.
+        PlanFileError: The file cannot be written.
     """
     kind = _format(path)
     _write(draw(plan), path, kind)
@@ -82,9 +82,9 @@ def _write(figure: "Figure", path: str | os.PathLike[str], kind: str) -> None:
     def write(file: IO[bytes]) -> None:
         buffer = io.BytesIO()
         figure.savefig(buffer, format=kind, dpi=150, metadata=metadata)
-        found = buffer.getvalue()
+        drawn = buffer.getvalue()
         file.write(
-            found.replace(b"<defs>", _dark_style().encode() + b"<defs>", 1) if kind == "svg" else found
+            drawn.replace(b"<defs>", _dark_style().encode() + b"<defs>", 1) if kind == "svg" else drawn
         )
 
     with rc_context({"svg.hashsalt": "planner"}):
@@ -92,7 +92,7 @@ def _write(figure: "Figure", path: str | os.PathLike[str], kind: str) -> None:
 
 
 def _in_ink(figure: "Figure") -> None:
-    """Texts, frames and ticks in a colour that can be told from others in the file."""
+    """Give texts, frames and ticks a colour that nothing else in the file has, for `_ON_DARK` to replace."""
     legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes)]
     for text in (text for legend in legends if legend is not None for text in legend.get_texts()):
         text.set_color(_INK)
@@ -114,7 +114,7 @@ def _dark_style() -> str:
 
 
 def draw_frontier(plans: Sequence[PlanRecord]) -> "Figure":
-    """Draw what memory costs in time: a point a plan.
+    """Draw the extra time over the peak, a point for each plan.
 
     Raises:
         PlottingError: matplotlib is not installed.
@@ -137,7 +137,7 @@ def draw_frontier(plans: Sequence[PlanRecord]) -> "Figure":
 
 
 def save_frontier(plans: Sequence[PlanRecord], path: str | os.PathLike[str]) -> None:
-    """Draw the plans of a sweep into a file, as :func:`save` does one."""
+    """Draw the plans of a sweep into a file, as :func:`save` draws one plan."""
     kind = _format(path)
     _write(draw_frontier(plans), path, kind)
 

@@ -1,4 +1,4 @@
-"""What memory costs in time: the plans of a sweep side by side."""
+"""A table of the plans of a sweep: the less memory, the more time."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ _BAR = 30
 
 
 def render_frontier(plans: Sequence[PlanRecord], *, width: int = 100) -> Table:
-    """A row a plan: its peak, its share of the unplanned step's, and its extra time as a bar."""
+    """A row for each plan: its peak, the share of the unplanned step's, and its extra time as a bar."""
     longest = max((p.overhead for p in plans), default=0.0) or 1.0
     bar = _BAR if width >= 100 else 8
     rows = []

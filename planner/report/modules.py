@@ -15,7 +15,7 @@ _MOST_NAMES = 4
 
 @dataclass
 class Share:
-    """What a module, with all it contains, does in the forward and what of it the backward re-runs."""
+    """The forward operations of a module, those of modules inside it included, and the re-runs among them."""
 
     ops: int = 0
     recomputed_ops: int = 0
@@ -50,15 +50,15 @@ class ModuleRow:
 def module_rows(plan: PlanRecord) -> list[ModuleRow]:
     """List the modules of a plan's forward, in order of their first operation.
 
-    A module of which all is re-run, or nothing, is one line; others are followed by what they contain, last
-    that of which nothing is re-run. Layers of a list that are treated alike are one line.
+    A module is one line if the plan re-runs all of it or nothing of it. Else lines for its children follow;
+    the last is for those of which nothing is re-run. Layers of a list that are treated alike share a line.
     """
     root = _tree(plan)
     return list(_rows(root, "", 0, 1)) if root.share.ops else []
 
 
 def folded_names(names: list[str]) -> list[str]:
-    """Names of modules, those that differ in one number as one: layers.[0-3]."""
+    """Names of modules; those that differ in one number only become one: layers.[0-3]."""
     alike: dict[str, list[str]] = {}
     for name in names:
         alike.setdefault(re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name), []).append(name)
@@ -70,14 +70,14 @@ def folded_names(names: list[str]) -> list[str]:
 
 
 def folded_holders(plan: PlanRecord, most: int) -> list[LiveModule]:
-    """List what is alive at the peak, largest first, with the same module of every layer as one.
+    """List the modules whose results are alive at the peak, largest first; those alike in every layer as one.
 
-    What the model itself computes, and no module inside it, is named by its operations where the plan says
-    which results are alive.
+    Results that the model itself computes, outside of any module inside it, are listed by operation where the
+    plan says which results are alive.
 
     Args:
-        plan: the plan.
-        most: how many lines to return; what is left is the last of them.
+        plan: The plan.
+        most: How many lines to return; the last stands for all the others.
     """
     numbers: dict[str, list[str]] = {}
     sizes: Counter[str] = Counter()
@@ -100,7 +100,7 @@ def folded_holders(plan: PlanRecord, most: int) -> list[LiveModule]:
 
 
 def _with_operations(plan: PlanRecord) -> list[LiveModule]:
-    """What is alive at the peak by module; of what no module inside the model made, by operation."""
+    """Bytes alive at the peak by module; results that no module inside the model made, by operation."""
     if plan.step is None or not any(holder.module == "" for holder in plan.peak_holders):
         return plan.peak_holders
     try:

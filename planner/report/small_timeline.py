@@ -11,7 +11,7 @@ _UNPLANNED, _PLANNED, _BUDGET = "#9a8a70", "#2b8fb3", "#d0453a"
 
 
 def small_timeline(plan: PlanRecord) -> str:
-    """Live bytes over the step, planned and unplanned, and what the budget leaves, as an SVG element."""
+    """Live bytes over the step, planned and unplanned, and the budget for them, as an SVG element."""
     budget = plan.target.budget_bytes
     room = None if budget is None else budget - plan.resident.total
     unplanned, planned = plan.baseline.dynamic_peak_bytes, plan.predicted.dynamic_peak_bytes

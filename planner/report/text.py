@@ -1,4 +1,4 @@
-"""A plan for a terminal: summary, timeline, and what is kept and re-run by module."""
+"""A plan for a terminal: summary, timeline, and by module the operations that are kept and re-run."""
 
 import io
 import itertools
@@ -30,12 +30,12 @@ _COVERAGES = {
 
 
 def render(plan: PlanRecord, *, width: int = 100, chart: bool = True) -> Group:
-    """Lay out everything there is to say about a plan, for `rich.print`.
+    """Lay out a plan in full, for `rich.print`.
 
     Args:
-        plan: the plan.
-        width: characters that a line may take.
-        chart: with the timeline drawn in characters.
+        plan: The plan.
+        width: Characters that a line may take.
+        chart: Whether to draw the timeline in characters.
     """
     parts: list[RenderableType] = [summary(plan, width=width), Text()]
     if chart:
@@ -45,44 +45,47 @@ def render(plan: PlanRecord, *, width: int = 100, chart: bool = True) -> Group:
 
 
 def render_summary(plan: PlanRecord) -> Group:
-    """The part of it that says what was planned and decided, without the chart."""
+    """Lay out a plan without the chart and the table of its peak."""
     return Group(summary(plan), Text(), module_table(plan), *notes(plan))
 
 
 def notes(plan: PlanRecord) -> list[RenderableType]:
-    """What else is worth knowing, a line each."""
+    """The plan's notes, a line each."""
     return [Text(f"note: {printable(note)}") for note in plan.notes]
 
 
 class Visible:
-    """What is shown, with all that would move a cursor, hide or turn text written out, and links left out."""
+    """Shows something without links, and with characters written out that move the cursor, hide or turn text.
 
-    def __init__(self, what: RenderableType) -> None:
-        self._what = what
+    Names in plan files may contain such characters.
+    """
+
+    def __init__(self, content: RenderableType) -> None:
+        self._content = content
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        for text, style, control in console.render(self._what, options.update(markup=False)):
+        for text, style, control in console.render(self._content, options.update(markup=False)):
             if not control:
                 unlinked = style.update_link(None) if style is not None and style.link else style
                 yield Segment(printable(text, keep="\n"), unlinked)
 
 
-def as_text(what: RenderableType, *, width: int = 100) -> str:
-    """What `rich.print` would show, as text without colours."""
+def as_text(content: RenderableType, *, width: int = 100) -> str:
+    """The output of `rich.print` as text without colours."""
     file = io.StringIO()
-    Console(file=file, width=width, color_system=None).print(Visible(what))
+    Console(file=file, width=width, color_system=None).print(Visible(content))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
-def as_html(what: RenderableType, *, width: int = 100) -> str:
-    """What `rich.print` would show, as HTML for a notebook."""
+def as_html(content: RenderableType, *, width: int = 100) -> str:
+    """The output of `rich.print` as HTML for a notebook."""
     console = Console(file=io.StringIO(), width=width, record=True)
-    console.print(Visible(what))
+    console.print(Visible(content))
     return console.export_html(inline_styles=True, code_format=_HTML)
 
 
 def summary(plan: PlanRecord, *, width: int = 100) -> Table:
-    """What was planned, for what, and what it promises."""
+    """The model, the budget, the solver, and the predicted memory and time."""
     footprints = (plan.baseline, plan.no_recompute, plan.predicted)
     rows = [
         ("peak", *(_share(item.peak_bytes, plan.baseline.peak_bytes) for item in footprints)),
@@ -141,7 +144,7 @@ def summary(plan: PlanRecord, *, width: int = 100) -> Table:
 
 
 def _on_the_device(plan: PlanRecord) -> list[tuple[str, str, str, str]]:
-    """What the allocator of a GPU makes of the whole step, the optimizer's own included."""
+    """Rows for the memory of the whole step, the optimizer's included, in a GPU's caching allocator."""
     before, now = plan.baseline_whole_step, plan.whole_step
     if before is None or now is None or before.total_bytes == before.allocated_bytes:
         return []
@@ -178,7 +181,7 @@ def timeline_chart(plan: PlanRecord, *, width: int = 100, height: int = 10) -> T
     budget_bytes = None
     if plan.target.budget_bytes is not None:
         budget_bytes = plan.target.budget_bytes - plan.resident.total
-    # A budget far above everything would press the step flat.
+    # Not drawn to scale with a budget far above the step: the step would be a flat line.
     highest = max(*planned, *unplanned, 1)
     drawn_budget = budget_bytes if budget_bytes is not None and budget_bytes <= 1.3 * highest else None
     top = max(highest, drawn_budget or 0)
@@ -207,7 +210,7 @@ def timeline_chart(plan: PlanRecord, *, width: int = 100, height: int = 10) -> T
 
 
 def module_table(plan: PlanRecord, *, width: int = 100) -> Table:
-    """What is kept and what is re-run, by module; layers that are treated alike share a line."""
+    """Operations kept and re-run, by module; layers that are treated alike share a line."""
     rows = module_rows(plan)
     kept_is_known = any(graph.kept for graph in plan.graphs)
     cells: list[tuple[Cell, ...]] = []
@@ -230,7 +233,7 @@ def module_table(plan: PlanRecord, *, width: int = 100) -> Table:
 
 
 def holder_table(plan: PlanRecord, most: int = 12, *, width: int = 100) -> Table:
-    """What is alive at the planned peak, by module."""
+    """Bytes alive at the planned peak, by module."""
     holders = folded_holders(plan, most)
     total = sum(holder.bytes for holder in holders) or 1
     rows = [
@@ -266,9 +269,10 @@ def _module_label(row: ModuleRow) -> Text:
 
 
 def _in_flight(plan: PlanRecord) -> str:
-    count, there = plan.target.in_flight, plan.resident.gradient_bytes > 0
+    # Gradients that are there at entry are those of earlier micro-batches of the same step.
+    count, accumulates = plan.target.in_flight, plan.resident.gradient_bytes > 0
     batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
-    return f"{batches} of a pipeline, {'more follow' if there else 'which are all'}"
+    return f"{batches} of a pipeline, {'more follow' if accumulates else 'which are all'}"
 
 
 def _columns(timeline: Timeline, split: int, columns: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What is alive at a plan's peak, and how much of it no plan can drop."""
+"""The bytes alive at a plan's peak, and how many of them no plan can drop."""
 
 from dataclasses import dataclass
 
@@ -17,12 +17,12 @@ class PeakParts:
 
     Attributes:
         total_bytes: The dynamic peak.
-        operand_bytes: What the operation that runs then reads and makes, and its workspace; 0 where that
-            is a recomputation, which another plan need not do.
+        operand_bytes: Inputs, outputs and workspace of the operation that runs then; 0 where that is a
+            recomputation, which another plan need not do.
         backward_bytes: Other results of the backward that are still needed: gradients, mostly.
-        held_bytes: Other results of the forward that are held from outside, are needed by the rest of the
-            forward, or are needed later and cannot be recomputed.
-        kept_bytes: What another plan could drop and recompute.
+        held_bytes: Other results of the forward that are held from outside, that the rest of the forward
+            needs, or that are needed later and cannot be recomputed.
+        kept_bytes: Results that another plan could drop and recompute.
     """
 
     total_bytes: int
@@ -33,12 +33,12 @@ class PeakParts:
 
     @property
     def undroppable_bytes(self) -> int:
-        """What every plan holds at that operation of the step."""
+        """Bytes that every plan holds at that operation of the step."""
         return self.operand_bytes + self.backward_bytes + self.held_bytes
 
 
 def peak_parts(sim: SimulatedPlan) -> PeakParts:
-    """Divide what is alive at a plan's peak by whether a plan could do without it."""
+    """Divide the bytes alive at a plan's peak by whether every plan holds them or one could drop them."""
     graph, step = sim.graph, sim.timeline.peak_step
     row, again = RowId(int(sim.schedule[step])), bool(sim.reruns[step])
     alive = alive_at(graph, sim.schedule, step)
@@ -67,14 +67,17 @@ def droppable(sim: SimulatedPlan) -> ValueIds:
 
 
 def _needed(sim: SimulatedPlan, values: ValueIds) -> NDArray[np.bool_]:
-    """Which values are there at the peak of every plan: held from outside, or read later by an operation of
-    the step itself, before which they cannot be made again."""
+    """Which values every plan holds at its peak.
+
+    These are held from outside, or an operation of the step itself reads them later and they cannot be made
+    again before it.
+    """
     graph, step = sim.graph, sim.timeline.peak_step
     forward = graph.forward_length
     first_step = np.full(len(graph.ops), -1, dtype=np.int64)
     first_step[sim.schedule[::-1]] = np.arange(len(sim.schedule) - 1, -1, -1)
     until = {int(v): int(first_step[op]) for v, op in zip(*graph.held_table, strict=True)}
-    # The peak's operation of the step; at a recomputation the one that comes next.
+    # The step's own operation at the peak; at a recomputation the next one.
     now = int((~sim.reruns[:step]).sum())
     end = forward if now < forward else graph.base_length
     return np.array(

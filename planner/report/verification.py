@@ -12,7 +12,7 @@ from planner.report.text import format_seconds
 
 
 class Verified(Protocol):
-    """What `planner.verify` returns, as far as it is shown."""
+    """The part of `planner.verify`'s report that is shown."""
 
     @property
     def ok(self) -> bool: ...
@@ -49,7 +49,7 @@ class Verified(Protocol):
 
 
 def render_verification(report: Verified, *, width: int = 100) -> Group:
-    """Lay out what a verification found within a number of characters, for `rich.print`."""
+    """Lay out the report of a verification within a number of characters, for `rich.print`."""
     checks = {
         "loss": report.loss_equal,
         "gradients": report.gradients_equal,
@@ -85,19 +85,19 @@ def render_verification(report: Verified, *, width: int = 100) -> Group:
     lines = [overhead]
     if report.unsplit_bytes or report.baseline_unsplit_bytes:
         more = f"{format_bytes(report.baseline_unsplit_bytes)} and {format_bytes(report.unsplit_bytes)}"
-        why = "which is nothing with PYTORCH_ALLOC_CONF=expandable_segments:True"
+        why = "with PYTORCH_ALLOC_CONF=expandable_segments:True there are none"
         counts = f"torch.cuda.max_memory_allocated counts {more} more"
-        lines.append(Text(f"{counts}: what the caching allocator does not split off its blocks, {why}"))
+        lines.append(Text(f"{counts}: bytes that the caching allocator does not split off its blocks; {why}"))
     problems = [Text(f"problem: {printable(problem)}", style="red") for problem in report.problems]
     return Group(verdict, same, Text(), table, *lines, *problems)
 
 
 def extra_time(report: Verified) -> str:
-    """What the planned step takes more, and between what that lay: single figures of it are noisy."""
+    """The extra time of the planned step and its range over pairs of steps: single measurements are noisy."""
     if not report.overheads:
         return "no time was measured"
     pairs = sorted(report.overheads)
     text = f"extra time {report.overhead:+.1%}"
     if len(pairs) == 1:
-        return f"{text} (one pair of steps: no telling how far it is off)"
+        return f"{text} (one pair of steps: its error is unknown)"
     return f"{text} ({pairs[0]:+.1%} to {pairs[-1]:+.1%} in {len(pairs)} pairs of steps)"

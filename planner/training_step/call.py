@@ -23,19 +23,20 @@ WRITES_AT_MASKS = frozenset(
         aten.masked_scatter_backward,
     }
 )
-"""Operators that take more or less by how many elements their second argument, masks, selects."""
+"""Operators whose memory depends on how many elements the masks in their second argument select."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operator with its arguments; tensors among them may be fake, and may be nested in lists.
+    """One operator with its arguments. Tensors among them may be fake, and may be nested in lists.
 
     Attributes:
         func: The operator.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        sizes: Of what it returned, where data decided them; of what masks select, where it writes there.
-            None where its arguments alone decide, and where that is not known.
+        sizes: Sizes that data decided: of its results, or, where it writes through masks, the number of
+            elements that each mask selects. None where the arguments alone decide, or where the sizes are
+            not known.
     """
 
     func: OpOverload
@@ -45,16 +46,17 @@ class Call:
 
 
 def sizes_by_data(func: Any, args: Sequence[Any], result: Any) -> Sizes | None:
-    """The sizes of the tensors that a call returned, where data decided them."""
+    """The sizes that data decided in a call, see :class:`Call`; None where there are none."""
     if getattr(func, "overloadpacket", None) in WRITES_AT_MASKS:
-        return _selected(args)
+        return _selected_counts(args)
     if not sized_by_data(func) or not asks_for_data(func, args):
         return None
     sizes = sizes_of(result)
     return sizes if all(type(size) is int for shape in sizes for size in shape) else None
 
 
-def _selected(args: Sequence[Any]) -> Sizes | None:
+def _selected_counts(args: Sequence[Any]) -> Sizes | None:
+    """How many elements each mask selects; None where that is not known of all of them."""
     masks = [tensor for tensor in call_tensors(args[1:2]) if tensor.dtype in MASKS]
     counts = [known_count(mask) for mask in masks]
     known = tuple((count,) for count in counts if count is not None)
@@ -70,7 +72,7 @@ _PLAIN = frozenset({int, float, bool, type(None), torch.dtype, torch.device, str
 
 
 def signature_of(value: Any) -> Any:
-    """What tells apart an argument of calls, or several; tensors by their form."""
+    """A key for one argument of a call, or for several: equal for equal values, and tensors of one form."""
     if isinstance(value, torch.Tensor):
         if value.layout in SPARSE:
             return (tuple(value.shape), value.layout, value.dtype, value.device)

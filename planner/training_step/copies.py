@@ -33,13 +33,14 @@ class StepCopy:
 
     Attributes:
         running: A context in which the step runs.
-        reset: Puts back what a pass changed.
+        reset: Undoes the changes of a pass.
         data: Whether the copy has data.
-        answers: What a step with data was told where it read numbers, and is told without; None: nothing.
+        answers: The numbers that a step with data read from tensors. A step without data is given the same.
+            None where there are none.
         value_of: A tensor of the step without data as one with data; None where it depends on data.
-        let_go: Called when no pass will run any more: forgets the original's tensors.
-        notes: What of the step the copy leaves out; more may come while it runs.
-        hooks: What copied the hooks on weights, if there are some.
+        let_go: Forgets the original's tensors; to be called when no pass will run any more.
+        notes: Parts of the step that the copy leaves out; passes may add some.
+        hooks: The copies of the hooks on weights; None where there are none.
     """
 
     module: torch.nn.Module
@@ -56,6 +57,7 @@ class StepCopy:
 
 @collector_off()
 def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = None) -> StepCopy:
+    """A copy without data."""
     mode = fake_values.ConstantTrackingFakeMode(allow_non_fake_inputs=True, answers=answers)
     replaced: dict[int, torch.Tensor] = {}
     known: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -84,11 +86,11 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
         with mode, fake_values.values_count(), modules.no_cached_parametrizations():
             yield
 
-    requiring = _Requiring(args, kwargs)
+    requires_grad = _RequiresGrad(args, kwargs)
 
     def reset() -> None:
         attributes.put_back()
-        requiring.put_back()
+        requires_grad.put_back()
         for made, original in known:
             fake_values.forget_changes(made, original)
         if answers is not None:
@@ -115,6 +117,7 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
 
 
 def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
+    """A copy with data."""
     made: dict[int, torch.Tensor] = {}
 
     def clone(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,11 +133,11 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
     args, kwargs = map_tensors(clone, (step.args, dict(step.kwargs)))
     pairs = [*_paired(module, step, copied, (args, kwargs)), *attributes.pairs()]
 
-    requiring = _Requiring(args, kwargs)
+    requires_grad = _RequiresGrad(args, kwargs)
 
     def reset() -> None:
         attributes.put_back()
-        requiring.put_back()
+        requires_grad.put_back()
         with torch.no_grad():
             for original, mine in pairs:
                 # Batch normalisations write to running statistics without counting.
@@ -184,8 +187,10 @@ def _copied(module: torch.nn.Module, step: Step, replaced: dict[int, torch.Tenso
 
 
 class _AttributesOfTensors:
-    """What was set on parameters and buffers, as counters and sums that hooks add to, if it is made of
-    numbers, texts and tensors: PyTorch copies a parameter without."""
+    """The attributes that users set on parameters and buffers, as counters and sums that hooks add to.
+
+    PyTorch copies a parameter without them. Those made of numbers, texts and tensors are set on the copies.
+    """
 
     def __init__(
         self,
@@ -203,19 +208,21 @@ class _AttributesOfTensors:
         self.put_back()
 
     def put_back(self) -> None:
-        """Set it on the copies, as it is on the module's."""
+        """Set the attributes of the copies to the module's values."""
         for mine, name, value in self._kept:
             setattr(mine, name, map_tensors(self._tensor, value))
 
     def pairs(self) -> "_Pairs":
-        """The tensors of it, each with its copy."""
+        """The tensors in these attributes, each with its copy."""
         held = tensors_in([value for _, _, value in self._kept])
         return [(original, self._tensor(original)) for original in held]
 
 
-class _Requiring:
-    """Which inputs require gradients before a forward sets it, as one does that returns forces: each step is
-    given new ones."""
+class _RequiresGrad:
+    """Which inputs require gradients when a step begins.
+
+    A forward may set it, as one that returns forces does. In training each step is given new inputs.
+    """
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         self._inputs = [(tensor, tensor.requires_grad) for tensor in tensors_in((args, kwargs))]
@@ -240,7 +247,7 @@ def _not_copied(error: Exception) -> str:
         said += f", at {line}"  # of a __deepcopy__ or __reduce__ of the user's
     return (
         f"copying the module failed at its attribute {attribute}: {type(error).__name__}: {said}. The step "
-        "is planned on a copy: keep that outside of the module, or give its class a __deepcopy__"
+        "is planned on a copy: keep that attribute outside of the module, or give its class a __deepcopy__"
     )
 
 
@@ -264,7 +271,7 @@ def _paired(module: torch.nn.Module, step: Step, copied: torch.nn.Module, inputs
     """The user's tensors, each with its copy.
 
     Raises:
-        CaptureError: The copy has others.
+        CaptureError: The copy has more or fewer parameters and buffers.
     """
     given = tensors_in((step.args, dict(step.kwargs)))
     return [*_paired_state(module, copied), *zip(given, tensors_in(inputs), strict=True)]
@@ -274,8 +281,9 @@ def _paired_state(module: torch.nn.Module, copied: torch.nn.Module) -> _Pairs:
     originals, copies = _state(module), _state(copied)
     if len(originals) != len(copies):
         raise CaptureError(
-            f"copying the module (copy.deepcopy) gives one of {len(copies)} parameters and buffers, not of "
-            f"{len(originals)}. The step is planned on a copy: give the class a __deepcopy__ that keeps them"
+            f"copying the module (copy.deepcopy) gives {len(copies)} parameters and buffers, and the module "
+            f"has {len(originals)}. The step is planned on a copy: give the class a __deepcopy__ that keeps "
+            "them"
         )
     return list(zip(originals, copies, strict=True))
 
@@ -283,8 +291,10 @@ def _paired_state(module: torch.nn.Module, copied: torch.nn.Module) -> _Pairs:
 def _on_copies(
     loss: Loss | None, module: torch.nn.Module, copied: torch.nn.Module, pairs: _Pairs
 ) -> Loss | None:
-    """A loss that uses the copies where it reads the user's tensors, as penalties on weights do, or what a
-    forward leaves in an attribute of the module, as experts' losses for their balance."""
+    """A loss that reads the copies where the user's reads tensors of the module.
+
+    Penalties on weights read parameters; losses that balance experts read attributes that the forward sets.
+    """
     if loss is None:
         return None
     copies = {id(original): mine for original, mine in pairs}
@@ -298,7 +308,7 @@ def _on_copies(
 
 
 class _SubstituteTensors(TorchFunctionMode):
-    """Operations on some tensors are done on substitutes for them."""
+    """Runs operations on substitutes of some tensors."""
 
     def __init__(self, copies: Mapping[int, torch.Tensor]) -> None:
         super().__init__()
@@ -315,7 +325,7 @@ def lacks_data(module: torch.nn.Module, step: Step) -> bool:
 
 
 def holds_sparse(module: torch.nn.Module, step: Step) -> bool:
-    """Whether a step has sparse tensors: those without data have no elements."""
+    """Whether a step has sparse tensors. Without data they have no elements: the step needs its data."""
     return any(t.layout in SPARSE for t in _given(module, step))
 
 

@@ -1,4 +1,4 @@
-"""Tensors without data that stand for those of the calls that were recorded."""
+"""Tensors without data that stand for the tensors of recorded calls."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from planner._torch.tensors import SPARSE, as_lazy_as
 
 
 class Examples:
-    """Tensors like others, with storages of their own and no data.
+    """Tensors like those of calls, with storages of their own and no data.
 
-    Lists of all parameters come with every call of an optimizer, and a tensor without data takes as long to
-    make as an operation to run: those of one call are never the same, but calls share them.
+    Making a tensor without data takes as long as running an operation, and every call of an optimizer gets
+    lists of all parameters. So calls share examples; within one call each tensor has its own.
     """
 
     def __init__(self, mode: Any) -> None:
@@ -54,5 +54,5 @@ def shape_only(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, layout=tensor.layout)
     span = tensor.untyped_storage().nbytes() // max(tensor.element_size(), 1)
     base = torch.empty(span, dtype=tensor.dtype, device=tensor.device)
-    # A product that does not know of conjugates copies them.
+    # Products that cannot read conjugated tensors copy them, which takes memory.
     return as_lazy_as(tensor, base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))

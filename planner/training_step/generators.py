@@ -93,7 +93,7 @@ def _state(generator: Any) -> Any:
 
 
 def _plain(state: Any) -> Any:
-    """A state as can be compared with ``==``."""
+    """A state in a form that ``==`` compares."""
     if isinstance(state, dict):
         return {name: _plain(value) for name, value in state.items()}
     if isinstance(state, list):

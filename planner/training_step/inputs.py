@@ -1,7 +1,7 @@
 """Reading what users pass as model, example inputs and loss.
 
-All entries read them here: :func:`planner.plan`, ``sweep``, ``auto_checkpoint``, ``verify``, ``max_batch``
-and the builders of the command line. What is none of the forms is an error that says what to write.
+:func:`planner.plan`, ``sweep``, ``auto_checkpoint``, ``verify``, ``max_batch`` and the builders of the
+command line all read them here. A value in another form is an error that says what to write.
 """
 
 import inspect
@@ -19,8 +19,8 @@ from planner.training_step.python_state import PythonState
 from planner.training_step.step import Loss, Outputs, Step, checked_outputs
 
 Inputs = Sequence[Any] | Mapping[str, Any] | torch.Tensor | DataLoader[Any] | None
-"""Example inputs: a tuple or list of positional arguments, a tensor that is the only one, a mapping of
-keyword arguments (a batch of Hugging Face's is one), or a DataLoader, of which the first batch is taken."""
+"""Example inputs: a tuple or list of positional arguments, a tensor as the only argument, a mapping of
+keyword arguments (such as a batch of Hugging Face's), or a DataLoader, whose first batch is taken."""
 
 
 class InputError(PlannerError, TypeError):
@@ -43,23 +43,23 @@ def read_step(
         args, kwargs: Its example inputs, in any form of :data:`Inputs`.
         loss: Makes the scalar loss of the module's output, or None.
         outputs: Whether the module's outputs are held while backward runs.
-        of: The function that was called, for messages.
+        of: The function that the user called, for messages.
 
     Raises:
-        InputError: One of them is none of its forms, the model's forward does not take the inputs, or
-            gradients are switched off.
+        InputError: A value is in a form that cannot be read, the model's forward does not take the inputs,
+            or gradients are switched off.
         OutputsError: ``outputs`` is neither "held" nor "dropped".
     """
     check_model(model)
     _check_gradients_are_on(of)
-    given, named, what = _read(args, of)
+    given, named, subject = _read(args, of)
     if kwargs is not None:
         more = _read_named(kwargs, len(given))
         if twice := named.keys() & more.keys():
             raise InputError(f"{min(twice)!r} is given twice, in the mapping of inputs and in kwargs=")
         named = {**named, **more}
     step = Step.of(model, given, named, check_loss(loss), checked_outputs(outputs))
-    _check_call(model, step, what)
+    _check_call(model, step, subject)
     return step
 
 
@@ -71,7 +71,7 @@ def read_inputs(inputs: Any, of: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         of: Where they come from, for messages.
 
     Raises:
-        InputError: They are none of the forms.
+        InputError: They are in another form.
     """
     if isinstance(inputs, tuple | list) and len(inputs) == 2:
         first, second = inputs
@@ -82,10 +82,10 @@ def read_inputs(inputs: Any, of: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def check_model(model: object) -> torch.nn.Module:
-    """A model, if it is one.
+    """Check that a model is an ``nn.Module``, and return it.
 
     Raises:
-        InputError: It is no ``nn.Module``, or one whose ``__init__`` did not call that of ``nn.Module``.
+        InputError: It is none, or its ``__init__`` did not call that of ``nn.Module``.
     """
     if isinstance(model, torch.nn.Module):
         if "_parameters" not in vars(model):
@@ -104,10 +104,10 @@ def check_model(model: object) -> torch.nn.Module:
 
 
 def check_loss(loss: Any) -> Loss | None:
-    """A loss, if it can be called with a model's output.
+    """Check that a loss can be called with a model's output, and return it.
 
     Raises:
-        InputError: It is no function, or one that needs more than the output.
+        InputError: It cannot be called, or needs more than the output.
     """
     if loss is None:
         return None
@@ -131,7 +131,7 @@ def check_loss(loss: Any) -> Loss | None:
 
 
 def _read(inputs: Any, of: str) -> tuple[tuple[Any, ...], dict[str, Any], str]:
-    """Positional arguments, keyword arguments, and what to call them in messages."""
+    """Positional arguments, keyword arguments, and their name in messages."""
     if isinstance(inputs, DataLoader):
         batch = _first_batch(inputs)
         if isinstance(batch, torch.Tensor | Mapping | tuple | list):
@@ -194,8 +194,8 @@ def _check_gradients_are_on(of: str) -> None:
     raise InputError(f"{of} was called under {off}, where there is no backward to plan: {instead}")
 
 
-def _check_call(model: torch.nn.Module, step: Step, what: str) -> None:
-    """See that a model's forward takes the inputs, where nothing comes between the call and the forward."""
+def _check_call(model: torch.nn.Module, step: Step, subject: str) -> None:
+    """Check that a model's forward takes the inputs, where its call hands them on as they are."""
     if not calls_forward_as_given(model):
         return
     problem = _does_not_take(model.forward, step.args, step.kwargs)
@@ -206,15 +206,18 @@ def _check_call(model: torch.nn.Module, step: Step, what: str) -> None:
     if not step.args and step.kwargs:
         hint = ". To pass a mapping as one argument write args=(mapping,)"
     elif len(step.args) > 1:
-        hint = ". What only the loss needs goes there: args=(x,), loss=lambda output: criterion(output, y)"
+        hint = (
+            ". Arguments that only the loss needs go there: args=(x,), "
+            "loss=lambda output: criterion(output, y)"
+        )
     raise InputError(
-        f"{what} cannot be passed to {name}.forward, which takes {_parameters(model.forward)}: {problem}"
+        f"{subject} cannot be passed to {name}.forward, which takes {_parameters(model.forward)}: {problem}"
         f"{hint}"
     )
 
 
 def _does_not_take(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Why a call would fail; empty where it would not, or where that is not known."""
+    """Why a function does not take these arguments; empty where it does, or where that is not known."""
     try:
         signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):
@@ -227,7 +230,7 @@ def _does_not_take(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
 
 
 def _parameters(function: Callable[..., Any]) -> str:
-    """The names of a function's parameters, those that may be left out with a question mark."""
+    """The names of a function's parameters; a question mark follows those that may be left out."""
     names = []
     for parameter in inspect.signature(function, follow_wrapped=False).parameters.values():
         star = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""

@@ -1,13 +1,13 @@
 """Tensors without data that a step, while it was planned, left in objects that outlive planning.
 
 Models fill caches: a table of positions in a dictionary of some library, the results of a function under
-``functools.lru_cache``. What the step puts there while it runs without data has no data either, and would
-fail in the first real step. Each such tensor gets the values that the step itself would have computed, where
-they depend on no data; else it is taken out, and that is said.
+``functools.lru_cache``. While a step runs without data, it caches tensors without data, and the first real
+step would fail on them. Such a tensor is replaced by one with the values that the step would have computed,
+where they depend on no data. Else it is taken out of the cache, and a warning says so.
 
-The garbage collector knows who holds what. Only objects made since :func:`planner.heap.newer_objects` set
-the older ones aside are looked at: a tensor, or a container of tensors, that one of the older objects holds
-has more references than the new objects explain.
+The garbage collector knows who holds what. The search goes through new objects only: those made since
+:func:`planner.heap.newer_objects` set the older ones aside. A tensor, or a container of tensors, that an
+older object holds has more references than the new objects explain.
 """
 
 import functools
@@ -31,19 +31,20 @@ from planner.training_step.recorder import Event, Storage
 _CACHE = type(functools.lru_cache(lambda: None))
 _NOTHING = object()
 _AT_ONCE = 1000
-_NUMBERS = {Event, Storage}
-"""Of these a recording has one for each operation and each tensor; they hold no objects."""
+_RECORDS = {Event, Storage}
+"""A recording has one for each operation and each tensor; they hold no objects."""
 _CONTAINERS = {dict, OrderedDict, list, set}
-"""Of these most are empty: a module has ten for its hooks."""
+"""Most of them are empty: a module has ten for its hooks."""
 
 
 @dataclass
 class LeftBehind:
-    """What may have been left in older objects.
+    """Tensors that older objects may hold.
 
     Attributes:
         tensors: Tensors without data.
-        held: For each of them what has more references than new objects explain: itself, or what holds it.
+        held: For each of them the objects that have more references than new objects explain: the tensor
+            itself, or containers that it is in.
         new: The ids of the new objects, if there are such tensors.
     """
 
@@ -57,12 +58,12 @@ def left_behind(newer: Callable[[], list[object]], result: object, ours: Iterabl
 
     Args:
         newer: Lists the objects made since then.
-        result: What planning keeps: tensors that only it holds are no others' business.
-        ours: Objects at which no search goes on, as a copy of the module.
+        result: The result of planning; tensors that only it holds stay as they are.
+        ours: Objects at which the search ends, as a copy of the module.
     """
     gc.collect()
     with collector_off():
-        young = [o for o in newer() if (kind := type(o)) not in _NUMBERS and (kind not in _CONTAINERS or o)]
+        young = [o for o in newer() if (kind := type(o)) not in _RECORDS and (kind not in _CONTAINERS or o)]
         return _left_behind(young, result, ours)
 
 
@@ -78,11 +79,11 @@ def _left_behind(young: list[object], result: object, ours: Iterable[object]) ->
         return skipped[at]
 
     def held_above(first: list[int]) -> list[int]:
-        """What of these, and of what holds them, has more references than new objects explain."""
+        """Of these objects and their holders, those that have more references than new objects explain."""
         seen, pending, held = set(first), first, []
         while pending:
             at = pending.pop()
-            # Two references more: the list of all, and the argument.
+            # Two references more: the list `young`, and the argument of getrefcount.
             held_by = holders[at]
             if sys.getrefcount(young[at]) > len(held_by) + 2 + _references_of_pytorch(young[at]):
                 held.append(at)
@@ -92,7 +93,7 @@ def _left_behind(young: list[object], result: object, ours: Iterable[object]) ->
         return held
 
     made = [n for n in range(len(young)) if _without_data(young[n]) and id(young[n]) not in own]
-    # All at once, as hardly ever one is held.
+    # First for all of them at once: hardly ever is one held.
     found = [(n, held) for n in made if (held := held_above([n]))] if held_above([*made]) else []
     left = LeftBehind(
         [t for n, _ in found if isinstance(t := young[n], torch.Tensor)],
@@ -104,10 +105,11 @@ def _left_behind(young: list[object], result: object, ours: Iterable[object]) ->
 
 
 class _Holders:
-    """The places of those that refer to each of some objects, once for each reference.
+    """For each of some objects, the places of those among them that refer to it, once for each reference.
 
-    ``gc.get_referents`` tells what all its arguments refer to in one list. A mark between two arguments tells
-    where that of the next begins: calls cost more than what they tell, where libraries listen to them.
+    ``gc.get_referents`` returns one list of what all its arguments refer to. A mark between two arguments
+    tells where the referents of the next begin. So one call answers for many objects: a call costs more than
+    its result where audit hooks are installed.
     """
 
     def __init__(self, objects: Sequence[object]) -> None:
@@ -122,10 +124,10 @@ class _Holders:
             marked: list[object] = [ends] * (2 * len(some))
             marked[::2] = some
             referents = gc.get_referents(*marked)
-            found = addresses(referents)
-            place = np.minimum(np.searchsorted(known, found), len(known) - 1)
-            among = known[place] == found
-            holding.append((first + np.cumsum(found == id(end)))[among])
+            referred = addresses(referents)
+            place = np.minimum(np.searchsorted(known, referred), len(known) - 1)
+            among = known[place] == referred
+            holding.append((first + np.cumsum(referred == id(end)))[among])
             held.append(order[place[among]])
         of = np.concatenate(held)
         by_object = np.argsort(of, kind="stable")
@@ -175,9 +177,8 @@ def _put_right(left: LeftBehind, value_of: Callable[[torch.Tensor], torch.Tensor
 def _older_holder(
     held: Sequence[object], left: LeftBehind, own: list[object], *, but_caches: bool = False
 ) -> tuple[object, object]:
-    """The first older object that holds one of some objects, and which; or None twice. A list of all would
-    hold them too, and so would a tuple that is kept."""
-    for member in held:
+    """The first older object that holds one of some objects, and that one; or None twice."""
+    for member in held:  # one by one: a list of all holders would hold them, too
         for holder in gc.get_referrers(member):
             if holder is not held and _is_older(holder, left, own) and not (but_caches and _cache_of(holder)):
                 return holder, member
@@ -185,8 +186,10 @@ def _older_holder(
 
 
 def _cache_of(holder: object) -> Any:
-    """The cache of ``functools.lru_cache`` that an object is, or is the dictionary of; or None. What is
-    taken out of it is computed again when it is asked for."""
+    """The ``functools.lru_cache`` that an object is, or whose dictionary it is; or None.
+
+    Such a cache can be cleared: its function computes the values again.
+    """
     if isinstance(holder, _CACHE):
         return holder
     referrers = gc.get_referrers(holder) if isinstance(holder, dict) else ()
@@ -198,7 +201,7 @@ def _is_older(holder: object, left: LeftBehind, own: list[object]) -> bool:
 
 
 def _replace(old: Any, new: Any, own: list[object]) -> int:
-    """Put another object in the place of one, wherever that is held; returns in how many places."""
+    """Put another object in the place of one, wherever it is held; returns the number of places."""
     holders = gc.get_referrers(old)
     own = [*own, holders]
     places = 0
@@ -273,7 +276,7 @@ def _owner(space: dict[Any, Any]) -> Any:
 
 
 def _called(holder: Any, member: Any) -> str:
-    """A holder of something in words: a variable of a file, or the kind of object."""
+    """Where a holder holds an object, in words: a variable of a file, or an attribute of a class."""
     if isinstance(holder, dict):
         if "__name__" in holder:
             return next((f"{holder['__name__']}.{name}" for name, v in holder.items() if v is member), "")
@@ -298,13 +301,12 @@ def _references_of_pytorch(value: object) -> int:
 
 
 def _without_data(value: object) -> bool:
-    # Not isinstance: it asks objects for their class, and stand-ins for others may fail then.
+    # Not isinstance: it reads __class__, which may fail on an object that stands in for another.
     return issubclass(type(value), torch.Tensor) and fake.is_fake(value)
 
 
 def _is_internal(value: Any) -> bool:
-    """Whether an object is PyTorch's, ours or the interpreter's. Of PyTorch, ``torch.nn`` is what users make
-    objects of."""
+    """Whether an object is PyTorch's, ours or the interpreter's. Objects of ``torch.nn`` are the user's."""
     if _without_data(value):
         return False
     if issubclass(type(value), FrameType | TracebackType):

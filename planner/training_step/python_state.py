@@ -1,4 +1,4 @@
-"""What a step changes in Python: attributes, counters, caches, histories, variables of functions."""
+"""The state of Python that a step changes: attributes, counters, caches, variables of functions."""
 
 import dis
 import functools
@@ -33,15 +33,15 @@ _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 class PythonState:
     """Attributes, contents of plain containers and variables of functions, as they are now.
 
-    Noted are the modules and all below them, what their hooks and other functions among their attributes
-    refer to, `others`, and numbers and texts that methods of the modules write to global variables. Tensors
-    are not copied: what is written into one stays.
+    The state is that of the modules and all below them, of the objects that their hooks and other functions
+    among their attributes refer to, and of `others`. Numbers and texts in global variables that methods of
+    the modules write to belong to it. Tensors are not copied: their data stay as the step leaves them.
 
     Args:
         modules: Modules.
         others: Functions, arguments and other objects, with the objects that these hold.
         objects: Whether objects among the attributes of modules are noted, too.
-        variables: Global variables that are noted besides, each with its value.
+        variables: More global variables to note, each with its value.
 
     Attributes:
         modules: All modules that were reached.
@@ -66,19 +66,19 @@ class PythonState:
         self._empty: list[Any] = []  # most containers: a module has ten for hooks
         self._variables: list[tuple[CellType, Any]] = []
         self._arrays: list[tuple[Any, Any]] = []
-        # What is still to be looked at, by how many objects may be passed from there.
+        # Values still to visit. The index is a depth: through how many more objects of users the walk may go.
         self._pending: tuple[list[Any], ...] = ([], [], [])
         self._seen: dict[int, Any] = {}
         self._pending[first := 2 if objects else 0].extend(modules)
-        self._look(first)  # others may refer to these modules, too
+        self._visit(first)  # before `others`, which may refer to these modules, too
         self._pending[2].extend(others)
-        self._look_at_all()
+        self._visit_all()
         classes = dict.fromkeys(base for part in self.modules for base in type(part).__mro__)
         if objects:
             named = [v for kind in classes for f in _functions_of(kind) for v in globals_named_in(f).values()]
             self._pending[1].extend(filter(_holds_stepping, named))
-            self._look_at_all()
-        del self._pending, self._seen  # they would hold what a step frees
+            self._visit_all()
+        del self._pending, self._seen  # they would hold values that a step frees
         self._globals = [*variables] + [
             (space, name, space[name])
             for space, name in (written for kind in classes for written in _written_by(kind))
@@ -106,7 +106,7 @@ class PythonState:
             space[name] = value
 
     def put_back_history(self) -> None:
-        """Where tensors that gradients would flow through have been left since, put back what was there."""
+        """Take out the tensors with a ``grad_fn`` that were left since, and put back the earlier values."""
         for container in self._empty:
             if _has_history(container):
                 container.clear()
@@ -121,56 +121,58 @@ class PythonState:
                 else:
                     del container[name]
 
-    def _look_at_all(self) -> None:
-        while left := next((n for n in (2, 1, 0) if self._pending[n]), -1) + 1:
-            self._look(left - 1)
+    def _visit_all(self) -> None:
+        while (depth := next((n for n in (2, 1, 0) if self._pending[n]), None)) is not None:
+            self._visit(depth)
 
-    def _look(self, left: int) -> None:
-        pending, seen, contents, empty = self._pending[left], self._seen, self._contents, self._empty
+    def _visit(self, depth: int) -> None:
+        pending, seen, contents, empty = self._pending[depth], self._seen, self._contents, self._empty
         while pending:
-            found = pending.pop()
-            kind = type(found)
+            value = pending.pop()
+            kind = type(value)
             if kind in _IS_CONTAINER:
-                if not found:
-                    empty.append(found)
-                elif (number := identity(found)) not in contents:
-                    contents[number] = (found, found.copy())
-                    if left != 1 or len(found) <= MOST_ELEMENTS:  # of objects: data sets, vocabularies
-                        held = found.values() if isinstance(found, dict) else found
-                        # Nearly all that modules have are switches, and hooks of which there are none.
+                if not value:
+                    empty.append(value)
+                elif (number := identity(value)) not in contents:
+                    contents[number] = (value, value.copy())
+                    # Large containers of objects of users are data sets and vocabularies.
+                    if depth != 1 or len(value) <= MOST_ELEMENTS:
+                        held = value.values() if isinstance(value, dict) else value
+                        # Nearly all values in modules are switches, or empty dictionaries for hooks.
                         some = [value for value in held if type(value) not in _IS_NOTHING]
                         pending += [v for v in some if type(v) not in _IS_CONTAINER or v]
                         empty += [v for v in some if type(v) in _IS_CONTAINER and not v]
-            elif kind not in _IS_NOTHING and (number := identity(found)) not in seen:
-                seen[number] = found
-                self._look_into(found, left)
+            elif kind not in _IS_NOTHING and (number := identity(value)) not in seen:
+                seen[number] = value
+                self._look_into(value, depth)
 
-    def _look_into(self, found: Any, left: int) -> None:
-        pending = self._pending[left]
-        kind = type(found)  # not isinstance: it asks objects for their class, and stand-ins may fail then
+    def _look_into(self, value: Any, depth: int) -> None:
+        pending = self._pending[depth]
+        # Not isinstance: it reads __class__, which may fail on an object that stands in for another.
+        kind = type(value)
         if issubclass(kind, torch.Tensor):
-            if left == 2:
-                self.tensors.append(found)
+            if depth == 2:
+                self.tensors.append(value)
         elif issubclass(kind, nn.Module):
-            for part in parts_of(found):
-                if part is found or identity(part) not in self._seen:
+            for part in parts_of(value):
+                if part is value or identity(part) not in self._seen:
                     self._seen[identity(part)] = part
                     self.modules.append(part)
                     pending.append(vars(part))
                     self._note_hooks(part)
         elif kind is tuple:
-            pending += found
+            pending += value
         elif issubclass(kind, FUNCTIONS):
-            self._note_function(found)
-        elif is_generator(found):
-            self.generators.append(found)
-        elif issubclass(kind, _STEPPING):  # their tensors are numbers of a step as well
-            self._pending[2].append(vars(found))
+            self._note_function(value)
+        elif is_generator(value):
+            self.generators.append(value)
+        elif issubclass(kind, _STEPPING):  # a step changes their tensors, too
+            self._pending[2].append(vars(value))
         elif kind is np.ndarray:
-            if found.size <= _MOST_NUMBERS:
-                self._arrays.append((found, found.copy()))
-        elif left and is_of_users(found):
-            self._pending[left - 1].append(vars(found))
+            if value.size <= _MOST_NUMBERS:
+                self._arrays.append((value, value.copy()))
+        elif depth and is_of_users(value):
+            self._pending[depth - 1].append(vars(value))
 
     def _note_function(self, function: Any) -> None:
         if is_of(getattr(function, "__module__", None), "torch", "planner"):
@@ -185,23 +187,23 @@ class PythonState:
         self._pending[1].extend(referred(function))
 
     def _note_hooks(self, part: nn.Module) -> None:
-        """What hooks can change, whosever they are: attributes of the objects that they are of, and have."""
+        """Note the attributes of hooks, a library's too, and those of the objects that they refer to."""
         for name, hooks in vars(part).items():
             if isinstance(hooks, dict) and hooks and name.endswith("_hooks"):
                 for hook in hooks.values():
-                    partial = isinstance(hook, functools.partial)  # PyTorch's own have its state with them
+                    partial = isinstance(hook, functools.partial)  # PyTorch's own, bound to its state
                     for held in (hook,) if partial else (hook, *referred(hook)):
                         if _has_attributes(held) and not issubclass(type(held), nn.Module | type):
                             self._pending[1].append(vars(held))
 
 
 def _written_by(kind: type) -> list[tuple[dict[str, Any], str]]:
-    """The global variables that methods of a class write to, with the namespaces that they are in."""
+    """The global variables that methods of a class write to: for each its namespace and its name."""
     return [(f.__globals__, name) for f in _functions_of(kind) for name in written_by_function(f)]
 
 
 def _functions_of(kind: type) -> list[FunctionType]:
-    """The methods that a class of the user's is written with."""
+    """The methods that a class of the user's defines itself; none of a library's class."""
     return [] if _is_library(kind) else [f for f in vars(kind).values() if isinstance(f, FunctionType)]
 
 
@@ -213,18 +215,18 @@ def written_by_function(function: FunctionType) -> list[str]:
 
 
 def globals_named_in(function: FunctionType) -> dict[str, Any]:
-    """The global variables that a function names, and functions that are written inside of it."""
-    variables, found = function.__globals__, dict[str, Any]()
+    """The global variables that a function, or one defined inside of it, names."""
+    variables, named = function.__globals__, dict[str, Any]()
     pending = [function.__code__]
     while pending:
         code = pending.pop()
-        found |= {name: variables[name] for name in code.co_names if name in variables}
+        named |= {name: variables[name] for name in code.co_names if name in variables}
         pending += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return found
+    return named
 
 
 def is_stepping(value: Any) -> bool:
-    """Whether a value is an optimizer, or what changes its settings."""
+    """Whether a value is an optimizer, a scheduler or a gradient scaler."""
     return issubclass(type(value), _STEPPING)
 
 
@@ -237,19 +239,19 @@ def _holds_stepping(value: Any) -> bool:
 
 
 def referred(function: Any) -> list[Any]:
-    """What a function refers to besides its arguments and globals."""
+    """The objects that a function refers to besides its arguments and globals."""
     if isinstance(function, functools.partial):
         return [function.func, *function.args, *function.keywords.values()]
     if isinstance(function, MethodType):
         return [function.__func__, function.__self__]
-    found = [_content(cell) for cell in getattr(function, "__closure__", None) or ()]
-    found += getattr(function, "__defaults__", None) or ()
-    found += (getattr(function, "__kwdefaults__", None) or {}).values()
-    return [value for value in found if value is not _MISSING]
+    values = [_content(cell) for cell in getattr(function, "__closure__", None) or ()]
+    values += getattr(function, "__defaults__", None) or ()
+    values += (getattr(function, "__kwdefaults__", None) or {}).values()
+    return [value for value in values if value is not _MISSING]
 
 
 def put_back(container: Any, saved: Any) -> None:
-    """Give a container the very contents that it had."""
+    """Give a container back the very objects that it held."""
     if container == saved if isinstance(container, set) else _same(container, saved):
         return
     container.clear()
@@ -269,7 +271,7 @@ def _same(container: Any, saved: Any) -> bool:
 
 
 def _has_history(value: Any, deep: int = 4) -> bool:
-    """Whether a tensor, or one in nested containers, was computed of what requires a gradient."""
+    """Whether a tensor, or one in nested containers, has a ``grad_fn``."""
     if issubclass(type(value), torch.Tensor):
         return value.grad_fn is not None
     if deep and (type(value) in _IS_CONTAINER or type(value) is tuple):  # containers may hold each other
@@ -303,17 +305,18 @@ def is_of_users(value: Any) -> bool:
 
 
 def is_of(name: str | None, *packages: str) -> bool:
+    """Whether a module of Python, by its name, belongs to one of some packages."""
     return (name or "").partition(".")[0] in packages
 
 
 class Namespaces:
-    """The variables of classes and files, and plain containers among them, where tensors may be left.
+    """The variables of classes and files, and plain containers among them, where a step may leave tensors.
 
-    All else there is left alone: caches that were filled belong together.
+    Values other than tensors stay as the step leaves them: entries of a cache belong together.
 
     Args:
-        module: The classes of its modules, and the files that these are written in, are noted.
-        loss: And the file that this is written in.
+        module: The variables are those of its modules' classes, and of the files that define these.
+        loss: The variables of the file that defines it are noted, too.
     """
 
     def __init__(self, module: nn.Module, loss: Any) -> None:
@@ -339,12 +342,12 @@ class Namespaces:
         ]
 
     def take_out_tensors(self) -> None:
-        """Take out the tensors that are there since."""
-        for space, before, change in self._spaces:
+        """Take out the tensors that were left since."""
+        for space, saved, change in self._spaces:
             for name, value in list(space.items()):
-                then = before.get(name, _MISSING)
-                if value is not then and _has_tensors(value):
-                    change(name, then)
+                before = saved.get(name, _MISSING)
+                if value is not before and _has_tensors(value):
+                    change(name, before)
         for container, saved in self._contents:
             if _has_tensors(container):
                 put_back(container, saved)

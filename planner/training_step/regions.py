@@ -1,4 +1,4 @@
-"""Regions: submodules whose forward and backward are graphs, and an autograd node, of their own."""
+"""Regions: submodules that have graphs of their own for forward and backward, and an autograd node."""
 
 import difflib
 import sys
@@ -51,7 +51,7 @@ def find_regions(model: torch.nn.Module, wanted: Regions) -> list[str]:
                 hint = f"; near to it are {', '.join(near)}" if near else ""
                 raise RegionError(f"regions= names {pattern!r}, and no submodule matches{hint}")
             found |= matching
-    # Containers are not called themselves: those that are in them are.
+    # Containers are not called themselves; the modules in them are.
     called = {name for name in found if type(model.get_submodule(name)) not in _CONTAINERS}
     parts = {part for name in found - called for part in _children(model, name)}
     return [name for name in names if name in called | parts and not _inside(name, called | parts)]
@@ -65,7 +65,7 @@ def _repeated(model: torch.nn.Module) -> set[str]:
     for name, module in named_parts(model).items():
         if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
             continue
-        # What has no parts computes too little to be worth a boundary.
+        # A module without children computes too little to be worth a boundary.
         children = {k: child for k, child in module.named_children() if next(child.children(), None)}
         count = Counter(type(child) for child in children.values())
         found |= {
@@ -90,12 +90,12 @@ def _inside(name: str, others: set[str]) -> bool:
 
 
 class Boundary:
-    """What a region runs in place of its own call: its hooks as they are, and its forward compiled.
+    """A region's call: its hooks run as they are, its forward compiled.
 
     Args:
         module: The region.
-        forward: Returns what runs its forward now; None where it runs as it is.
-        previous: What was installed in place of its call before.
+        forward: Returns the function that runs its forward now; None where it runs as it is.
+        previous: The call that was installed in the region before.
     """
 
     _planner_ends_a_graph = True  # see inside_compile.py
@@ -130,8 +130,11 @@ _MOST_REGIONS = 2000  # the stack of a thread, 8 MiB, holds at least as many
 
 
 def allow_nested_calls(regions: int) -> None:
-    """Let Python nest as many calls as a loop over regions does: what follows a region in the loop is a
-    function that what precedes it calls. The limit is not lowered again: other threads may be as deep."""
+    """Let Python nest as many calls as a loop over regions does.
+
+    Dynamo breaks the graph at each region and calls the code behind it as a function from the code before
+    it. The limit is not lowered again: other threads may be as deep.
+    """
     needed = 2 * 1000 + _CALLS_A_REGION * min(regions, _MOST_REGIONS)  # 1,000 is Python's own limit
     if regions > 1000 // (2 * _CALLS_A_REGION) and sys.getrecursionlimit() < needed:
         sys.setrecursionlimit(needed)
@@ -140,12 +143,12 @@ def allow_nested_calls(regions: int) -> None:
 class RunningRegions:
     """Submodules that run graphs of their own while the forward of the module runs, and else as they are.
 
-    They run as they are inside a ``torch.utils.checkpoint`` of the forward's, too: that runs them again in
-    the backward, where the forward does not run any more, and expects them to save the same.
+    Inside a ``torch.utils.checkpoint`` of the forward's they run as they are, too. The checkpoint runs them
+    again in the backward, when the forward does not run any more, and expects them to save the same tensors.
 
     Args:
         names: Their names.
-        in_checkpoint: Called where one of them is called inside such a checkpoint.
+        in_checkpoint: Called when one of them is called inside such a checkpoint.
     """
 
     def __init__(self, names: Sequence[str], in_checkpoint: Callable[[], None]) -> None:
@@ -154,12 +157,12 @@ class RunningRegions:
         self._around: object = None  # the checkpoint that the forward itself is called in
 
     def put_in(self, model: torch.nn.Module) -> None:
-        """Install them in a module, where they are not there yet."""
+        """Install boundaries in a module's regions, where there are none yet."""
         for name in self._names:
             module = model.get_submodule(name)
-            there = modules.installed_call(module)
-            if not (isinstance(there, Boundary) and there.forward == self._running):
-                modules.install_call(module, Boundary(module, self._running, there))
+            installed = modules.installed_call(module)
+            if not (isinstance(installed, Boundary) and installed.forward == self._running):
+                modules.install_call(module, Boundary(module, self._running, installed))
 
     def _running(self) -> Forward | None:
         if self._forward is None or checkpoint_that_is_on() in (None, self._around):
@@ -168,9 +171,9 @@ class RunningRegions:
         return None
 
     def take_out(self, model: torch.nn.Module) -> None:
-        """Undo that."""
-        there = named_parts(model)
-        for module in (there[name] for name in self._names if name in there):
+        """Take the boundaries out again."""
+        parts = named_parts(model)
+        for module in (parts[name] for name in self._names if name in parts):
             installed = modules.installed_call(module)
             if isinstance(installed, Boundary):
                 modules.install_call(module, installed.previous)
@@ -194,7 +197,7 @@ class RunningRegions:
 
 
 def refuse_in_checkpoint() -> None:
-    """A region is called inside of a checkpoint of the forward's.
+    """Refuse a region that is called inside of a checkpoint of the forward's.
 
     Raises:
         CaptureError: Always.

@@ -1,8 +1,9 @@
-"""Everything that a training step changes, noted before it runs and put back after.
+"""The state that a training step changes, noted before the step runs and put back after it.
 
 Planning runs the step on copies, which may still share objects with the originals: a scripted module clones
 its parameters with their history, a ``__deepcopy__`` returns the module itself, a function among the
-attributes, or the loss, refers to modules and tensors from around it. Verifying runs it on the originals.
+attributes, or the loss, refers to modules and tensors from around it. Verifying runs the step on the
+originals.
 """
 
 from collections.abc import Iterable
@@ -25,18 +26,18 @@ from planner.training_step.step import Step, tensors_in
 Runs = Literal["recorded copy", "copy", "module"]
 """What is going to run.
 
-- "recorded copy": a copy, mostly without data, whose steps are recorded. Data that it writes to all the same
-  are copied just before (:meth:`StepSnapshot.about_to_run`). Tensors that it leaves in variables of files and
-  classes are taken out.
+- "recorded copy": a copy, mostly without data, whose steps are recorded. Where it writes to data all the
+  same, they are copied just before (:meth:`StepSnapshot.about_to_run`). Tensors that it leaves in variables
+  of files and classes are taken out.
 - "copy": a copy with data. The data of tensors that it shares with the module are copied to the host.
-- "module": the module itself. The data of all are copied to the host; objects among its attributes are noted,
-  and what is set on its parameters.
+- "module": the module itself. The data of all tensors are copied to the host. Objects among its attributes
+  are noted, and so are attributes of its parameters.
 """
 
 
 @dataclass
 class _Before:
-    """A tensor as it was; ``data`` where it was copied."""
+    """A tensor as it was; ``data`` are a copy of its data, where there is one."""
 
     tensor: torch.Tensor
     gradient: torch.Tensor | None
@@ -47,7 +48,7 @@ class _Before:
 
 @dataclass(frozen=True)
 class StepSnapshot:
-    """What a step can change, as it was when the snapshot was taken.
+    """The state that a step can change, as it was when the snapshot was taken.
 
     Attributes:
         tensors: By id: parameters, buffers, inputs, and other tensors that modules and the loss refer to.
@@ -86,18 +87,18 @@ class StepSnapshot:
             variables=reach.variables,
         )
         tensors: dict[int, _Before] = {}
-        found = [*tensors_in(given), *python.tensors]
+        reached = [*tensors_in(given), *python.tensors]
         for part in python.modules:
-            found += tensors_of(part)
-            if isinstance(part, torch.jit.ScriptModule):  # whose parameters are none of these
-                found += part.parameters(recurse=False)
-        for tensor in found:
+            reached += tensors_of(part)
+            if isinstance(part, torch.jit.ScriptModule):  # which keeps its parameters elsewhere
+                reached += part.parameters(recurse=False)
+        for tensor in reached:
             _note(tensors, tensor)
         if runs != "recorded copy":
             known = {} if earlier is None else earlier.tensors
             own = [*parameters_of(module), *buffers_of(module), *tensors_in(given)] if runs == "copy" else []
             apart = {id(tensor) for tensor in own}
-            for tensor in found:
+            for tensor in reached:
                 before, then = tensors[id(tensor)], known.get(id(tensor))
                 if before.data is None and id(tensor) not in apart and not tensor.is_meta:
                     same = then is not None and _is_like(tensor, then.data)
@@ -111,8 +112,12 @@ class StepSnapshot:
         )
 
     def about_to_run(self, operator: Any, tensors: Iterable[torch.Tensor]) -> None:
-        """Note, in a step that is recorded, that an operator is about to run on tensors that the step did not
-        make."""
+        """Note the tensors that an operator is about to run on, in a step that is recorded.
+
+        Args:
+            operator: The operator.
+            tensors: Its tensors that the step did not make.
+        """
         for tensor in tensors:
             if fake.is_fake(tensor):
                 continue
@@ -140,7 +145,7 @@ class StepSnapshot:
         for before in list(self.tensors.values()):
             tensor = before.tensor
             if tensor.requires_grad is not before.requires_grad:
-                if not tensor.is_leaf:  # written to by what has gradients
+                if not tensor.is_leaf:  # an operation on tensors that require gradients wrote to it
                     tensor.detach_()
                 tensor.requires_grad_(before.requires_grad)
             if before.data is not None and not _is_like(tensor, before.data):
@@ -154,14 +159,14 @@ class StepSnapshot:
                 tensor.grad = before.gradient
 
     def drop_gradients(self) -> None:
-        """Let no tensor have a gradient."""
+        """Set the gradient of every tensor to None."""
         for before in self.tensors.values():
             if before.tensor.is_leaf:
                 before.tensor.grad = None
 
 
 def _attributes_of_tensors(module: nn.Module) -> list[dict[str, Any]]:
-    """What hooks, or libraries, set on parameters and buffers."""
+    """The attributes that hooks and libraries set on parameters and buffers."""
     held = [tensor for part in parts_of(module) for tensor in tensors_of(part)]
     return [vars(tensor) for tensor in held if type(tensor) in (torch.Tensor, nn.Parameter)]
 
@@ -183,7 +188,7 @@ def _note(tensors: dict[int, _Before], tensor: torch.Tensor) -> _Before:
 
 
 def _is_like(tensor: torch.Tensor, data: torch.Tensor | None) -> bool:
-    """Whether a tensor has these data. One with NaNs has not, as far as can be told."""
+    """Whether a tensor has these data; False where they contain NaNs, which equal nothing."""
     if data is None or tensor.shape != data.shape or tensor.layout != data.layout:
         return False
     tensor = tensor.detach().to(data.device)

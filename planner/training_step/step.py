@@ -20,22 +20,24 @@ from planner.module_parts import parts_of
 
 Loss = Callable[[Any], torch.Tensor]
 Outputs = Literal["held", "dropped"]
-
-NESTED = "nested tensors cannot be planned: pad them, or leave what uses them out of the planned module"
-"""What is said of steps with nested tensors."""
 """Whether the module's outputs live on while backward runs: in ``out = model(x); out.loss.backward()`` they
 do, in ``model(x).loss.backward()`` and in trainers, which pass on the loss alone, they do not."""
 
+NESTED = (
+    "nested tensors cannot be planned: pad them, or leave the layers that use them out of the planned module"
+)
+"""The message about steps with nested tensors."""
+
 
 class OutputsError(PlannerError, ValueError):
-    """Outputs are neither held nor dropped."""
+    """``outputs=`` is neither "held" nor "dropped"."""
 
 
 def checked_outputs(outputs: str) -> Outputs:
-    """What becomes of the outputs, as it was given by name.
+    """Check ``outputs=``, and return it.
 
     Raises:
-        OutputsError: There is none of that name.
+        OutputsError: It is neither "held" nor "dropped".
     """
     if outputs not in get_args(Outputs):
         raise OutputsError(
@@ -54,10 +56,10 @@ class Step:
         kwargs: Keyword arguments of the module.
         loss: Makes a scalar of the module's output; None to find it (see :func:`find_loss`).
         outputs: Whether the module's outputs are held while backward runs.
-        training: Whether it is planned in training mode, or else in evaluation mode; None: as the module is.
-        in_flight: Micro-batches of a pipeline that have had their forward when the first backward begins;
-            their outputs are held until their backward has run, unless they are let go of before. None where
-            this is no stage of one.
+        training: True for training mode, False for evaluation mode, None for the module's own mode.
+        in_flight: Micro-batches of a pipeline whose forward has run when the first backward begins. Their
+            outputs are held until their backward has run, unless the pipeline lets go of them before. None
+            where the module is no stage of a pipeline.
         left: The losses that the forward leaves in the module, where the loss is computed outside of it.
     """
 
@@ -82,17 +84,19 @@ class Step:
         return cls(args, kwargs, loss, outputs, left=None if loss is not None else LeftInModule(module))
 
     def left_in(self, module: torch.nn.Module) -> "LeftInModule | None":
-        """What stands in the place of ``left`` for a copy of the module."""
+        """``left`` for a copy of the module."""
         return None if self.left is None else LeftInModule(module)
 
     def in_mode(self, module: torch.nn.Module) -> bool:
-        """Whether the step is one in training mode, of a module as it is now."""
+        """Whether the step runs in training mode."""
         return module.training if self.training is None else self.training
 
     @property
     def lets_go_of_outputs(self) -> bool:
-        """Whether a pipeline holds what goes to its next stage until it is there, and no longer, and receives
-        gradients when their backward begins."""
+        """Whether a pipeline lets go of outputs once its next stage has received them.
+
+        It receives their gradients when their backward begins.
+        """
         return self.in_flight is not None and self.outputs == "dropped" and pipelines_let_go()
 
     def run(
@@ -105,29 +109,29 @@ class Step:
 
         Args:
             module: The module.
-            arriving: A context in which gradients are made that the next stage of a pipeline sends.
-            sent: Called with outputs that the next stage is sent, before they are let go of.
+            arriving: A context in which the gradients are made that the next stage of a pipeline sends.
+            sent: Called with the outputs that the next stage is sent, before they are let go of.
 
         Returns:
-            The module's output where it is held, else what of it was differentiated, or, of what is let go
-            of, tensors of its form; and the loss (None when the outputs themselves were differentiated, with
-            gradients of ones).
+            The output and the loss. The output is the module's where it is held. Else it is the tensors that
+            were differentiated; where a pipeline let go of these, tensors of the same form. The loss is None
+            where the outputs themselves were differentiated, with gradients of ones.
         """
-        # Not held: what a forward replaces is freed then.
+        # By weak references: a loss that the forward replaces is freed then.
         earlier = [weakref.ref(t) for t in self.left()] if self.left is not None else []
         output = module(*self.args, **self.kwargs)
         if isinstance(output, Generator):
             raise CaptureError(
-                "the forward is a generator (yield), whose code runs while its results are taken; by a plan "
-                "all of it would run before, and gradients would be added up in another order. Return a "
-                "list, or plan the parts between the yields"
+                "the forward is a generator (yield), whose code runs while its results are taken; under a "
+                "plan all of it would run before that, and gradients would be added up in another order. "
+                "Return a list, or plan the parts between the yields"
             )
         loss = self.loss(output) if self.loss is not None else find_loss(output)
         if loss is not None:
             if not isinstance(loss, torch.Tensor):
                 raise CaptureError(
-                    f"loss= returned a {type(loss).__name__}, expected a scalar tensor: not loss.item(), and "
-                    "of several results the one to differentiate. Return that"
+                    f"loss= returned a {type(loss).__name__}, expected a scalar tensor. Return the tensor "
+                    "itself, not loss.item(), and of several results the one to differentiate"
                 )
             if not loss.requires_grad:
                 raise CaptureError(
@@ -172,13 +176,15 @@ class Step:
     def _why_nothing(self, module: torch.nn.Module, output: Any) -> str:
         """Why nothing that a module returned can be differentiated."""
         if not tensors_in(output):
-            what = "None" if output is None else f"a {type(output).__name__} without a tensor"
-            return f"the module returned {what}: return the loss, or what loss= computes it of"
+            returned = "None" if output is None else f"a {type(output).__name__} without a tensor"
+            return (
+                f"the module returned {returned}: return the loss, or the tensors that loss= computes it of"
+            )
         of = module if self.left is None else self.left.module
         if not differentiates(of, self.args, self.kwargs):
             return "no parameter of the module requires a gradient, and no input: see requires_grad_()"
         return (
-            "what the module returned requires no gradient: it was detached, or made under torch.no_grad(). "
+            "the module's output requires no gradient: it was detached, or made under torch.no_grad(). "
             "Return it with its history"
         )
 
@@ -188,10 +194,10 @@ _MAY_BE_EMPTY = frozenset({dict, OrderedDict, list, tuple})
 
 
 class LeftInModule:
-    """The scalars in the attributes of a module that a forward left there, to be differentiated by.
+    """The scalar losses that a forward leaves in attributes of its module.
 
-    Experts' losses for their balance and quantisers' for their codes are left so, and training loops add them
-    to a loss that they compute of the module's output.
+    Losses that balance experts, or that quantisers have for their codes, are left there. Training loops add
+    them to a loss that they compute of the module's output.
 
     Attributes:
         module: The module.
@@ -201,11 +207,11 @@ class LeftInModule:
         self.module = module
 
     def __call__(self) -> list[torch.Tensor]:
-        """Those that are there now, each once, in order; containers may hold each other."""
+        """The losses in the attributes now, each once, in order."""
         found: dict[int, torch.Tensor] = {}
         seen: set[int] = set()
         parts = parts_of(self.module)
-        # Nearly all that modules have are switches, parameters, modules, and hooks of which there are none.
+        # Nearly all values in modules are switches, parameters, modules, or empty dictionaries for hooks.
         nothing = _NOTHING.union(map(type, parts))
 
         def worth_a_look(values: Iterable[Any]) -> list[Any]:
@@ -225,7 +231,7 @@ class LeftInModule:
 
 
 def _members(held: Any) -> Iterable[Any]:
-    """What is in a dictionary, list or tuple, whatever its class says of that."""
+    """The values in a dictionary, list or tuple, even where a subclass iterates over others."""
     if isinstance(held, dict):
         return dict.values(held)
     return list.__iter__(held) if isinstance(held, list) else tuple.__iter__(held)
@@ -247,7 +253,7 @@ def differentiable_outputs(output: Any) -> list[torch.Tensor]:
 
 
 def differentiates(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of a module has anything to differentiate by, its parameters or its arguments."""
+    """Whether a parameter of a module, or an argument of its call, requires a gradient."""
     return any(t.requires_grad for t in module.parameters()) or any(
         t.requires_grad for t in tensors_in((args, dict(kwargs)))
     )
@@ -264,7 +270,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
 
 def unique_storages(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """One tensor of each distinct storage, in order; of DTensors their local ones."""
+    """One tensor of each distinct storage, in order; for DTensors their local tensors."""
     seen: dict[int, torch.Tensor] = {}
     for tensor in (held for one in tensors for held in held_tensors(one)):
         seen.setdefault(storage_number(tensor.untyped_storage()), tensor)

@@ -15,36 +15,36 @@ _IN_TEXT = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>
 
 
 def line_of(error: BaseException) -> str | None:
-    """Where an error arose, as in ``net.py:12 (y = self.linear(x))``; None where no line is known.
+    """The line where an error arose, as in ``net.py:12 (y = self.linear(x))``; None where none is known.
 
-    It is the innermost line that is neither PyTorch's nor this library's. Errors of PyTorch's front end have
-    left the user's code behind, and quote it.
+    It is the innermost line that is neither PyTorch's nor this library's. Tracebacks of Dynamo's errors do
+    not go through the user's code; their texts quote it.
     """
-    found = None
+    place = None
     for frame in traceback.extract_tb(error.__traceback__):
         if is_users_file(frame.filename):
-            found = (frame.filename, str(frame.lineno), frame.line or frame.name)
+            place = (frame.filename, str(frame.lineno), frame.line or frame.name)
     quoted = str(error).partition("from user code")[2]
     for match in _IN_TEXT.finditer(quoted):
         if is_users_file(match["file"]):
-            found = (match["file"], match["line"], match["code"] or match["name"])
-    if found is None:
+            place = (match["file"], match["line"], match["code"] or match["name"])
+    if place is None:
         return None
-    file, number, code = found
+    file, number, code = place
     return f"{file}:{number} ({code.strip()})"
 
 
 @functools.lru_cache(maxsize=4096)  # the operations of all layers that share code have the same stacks
 def users_line(stack: str | None) -> str | None:
-    """The innermost line of a stack as text that is neither PyTorch's nor ours, as in ``net.py:12``.
+    """The innermost line of a stack, as text, that is neither PyTorch's nor ours, as in ``net.py:12``.
 
-    Where all of it is PyTorch's, as of a layer of `torch.nn` that is planned by itself, its innermost line;
-    None where there is no other line than ours.
+    A stack may have PyTorch's lines only, as that of a layer of `torch.nn` that is planned by itself: then it
+    is the innermost of these. None where all lines are ours.
     """
-    found = [(match["file"], match["line"]) for match in _IN_TEXT.finditer(stack or "")]
-    found = [place for place in found if not place[0].startswith(f"{_OURS}/")]
-    users = [place for place in found if is_users_file(place[0])]
-    return ":".join((users or found)[-1]) if found else None
+    lines = [(match["file"], match["line"]) for match in _IN_TEXT.finditer(stack or "")]
+    lines = [line for line in lines if not line[0].startswith(f"{_OURS}/")]
+    users = [line for line in lines if is_users_file(line[0])]
+    return ":".join((users or lines)[-1]) if lines else None
 
 
 @functools.cache

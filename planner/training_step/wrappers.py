@@ -1,4 +1,4 @@
-"""Wrappers around a module that are planned inside, not outside."""
+"""Modules that cannot be planned as they are: wrappers, sharded ones, and those without shapes yet."""
 
 import torch
 from torch import nn
@@ -9,9 +9,15 @@ from planner._torch.tracing.inside_compile import is_compiled
 from planner.errors import PlanMismatch
 from planner.module_parts import buffers_of, parameters_of, parts_of
 
+SHARDED = (
+    "parameters are DTensors that fully_shard made: the memory to gather and reduce them is not predicted, "
+    "and the step may take more than predicted. Plan the model before it is sharded, with "
+    'parallel="fsdp2:8" for 8 ranks'
+)
+
 
 def without_shape(model: torch.nn.Module) -> str | None:
-    """The first parameter or buffer that has no shape yet, as of ``nn.LazyLinear``; None where all have."""
+    """The first parameter or buffer without a shape yet, as of ``nn.LazyLinear``; None where all have one."""
     if not any(map(is_lazy, (*parameters_of(model), *buffers_of(model)))):
         return None
     named = [*model.named_parameters(), *model.named_buffers()]
@@ -33,8 +39,7 @@ def refuse_without_shape(model: torch.nn.Module, doing: str) -> None:
 
 
 def refuse_wrappers(model: torch.nn.Module, doing: str) -> None:
-    """Refuse a data-parallel wrapper, which has buckets and hooks of its own, and a compiled module: what is
-    planned is the module inside.
+    """Refuse a data-parallel wrapper and a compiled module: the module inside is to be planned.
 
     Raises:
         PlanMismatch: If ``model`` is one of these.
@@ -54,23 +59,23 @@ def refuse_wrappers(model: torch.nn.Module, doing: str) -> None:
     if is_compiled(model):
         raise PlanMismatch(
             f"this is a torch.compile()d module: {doing} the module inside, model._orig_mod, or before it is "
-            "compiled; while it trains it runs by the plan then, and what is around it compiled"
+            "compiled; in training it then runs by the plan, and the code around it runs compiled"
         )
 
 
 def refuse_sharded(model: torch.nn.Module, doing: str) -> None:
-    """Refuse a module that ``fully_shard`` shards, or parts of it.
+    """Refuse a module that ``fully_shard`` sharded, whole or in part.
 
     Raises:
-        PlanMismatch: It does.
+        PlanMismatch: It is sharded.
     """
     sharded = next((part for part in parts_of(model) if isinstance(part, FSDPModule)), None)
     if sharded is None:
         return
-    what = "this module" if sharded is model else f"a part of this module, a {type(sharded).__name__},"
+    subject = "this module" if sharded is model else f"a part of this module, a {type(sharded).__name__},"
     raise PlanMismatch(
-        f"{what} is sharded by fully_shard: {doing} it before it is sharded. Where Accelerate or a trainer "
-        "shards it, call planner.auto_checkpoint(model, args, budget=..., parallel=planner.FSDP2(...)) with "
-        "example inputs before it is given to them: a trainer's callback, or auto_checkpoint without inputs, "
-        "plans when it is sharded already"
+        f"{subject} is sharded by fully_shard: {doing} it before it is sharded. Where Accelerate or a "
+        "trainer shards it, call planner.auto_checkpoint(model, args, budget=..., "
+        "parallel=planner.FSDP2(...)) with example inputs before you give the model to them: a trainer's "
+        "callback, or auto_checkpoint without inputs, plans when the model is sharded already"
     )

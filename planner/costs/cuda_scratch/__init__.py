@@ -1,8 +1,8 @@
-"""What kernels allocate and free inside themselves on an NVIDIA GPU that is not here.
+"""The scratch memory of kernels on an NVIDIA GPU that this machine does not have.
 
-A GPU that is here is asked (:mod:`planner.costs.workspace`). For another one formulas say what PyTorch's
-kernels ask for, from PyTorch's source; a file for each family names its sources, and where the formulas were
-compared with a GPU. Operators without a formula count 0: most ask for nothing.
+On a GPU of this machine it is measured (:mod:`planner.costs.workspace`). For another one formulas from
+PyTorch's source give it; the file of each family of kernels names its sources, and the GPU that the formulas
+were compared with. Operators without a formula count 0: most ask for nothing.
 """
 
 from planner.costs.cuda_scratch import (

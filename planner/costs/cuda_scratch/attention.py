@@ -5,9 +5,10 @@ From PyTorch's ``aten/src/ATen/native/transformers/cuda``: ``attention_backward.
 attention, ``flash_attn/flash_api.cpp`` (``mha_bwd``, ``set_params_splitkv``) for flash attention. On an H200
 memory-efficient attention in 32 and 16 bits, masked or not, and flash attention in 16 bits with dropout
 agreed to the byte; keys that are split were not seen. ``cudnn/MHA.cpp`` (``run_cudnn_SDP_bprop``) copies
-gradients for cuDNN, and what that then asks for is its own: on an H200 with cuDNN 9.19 the formula agreed to
-the byte in both types of 16 bits, with masks, dropout, causality, shared keys or without, up to a width of
-128; at 256 half a MiB more was seen, which may be what the allocator does not split off.
+gradients for cuDNN; cuDNN's own workspace is in no source of PyTorch's. On an H200 with cuDNN 9.19 the
+formula agreed to the byte in both types of 16 bits, with masks, dropout, causality, shared keys or without,
+up to a width of 128; at 256 half a MiB more was measured, maybe the remainder that the allocator does not
+split off.
 """
 
 import math

@@ -1,9 +1,9 @@
 """Convolutions that cuDNN runs on Hopper: copies with channels innermost, and parts of weight gradients.
 
-Which algorithm runs is cuDNN's own choice (see :mod:`planner.costs.cudnn_workspace`), so this is no fact of
-a source but a rule that fits what was seen: cuDNN 9.19 on an H200 (compute capability 9.0), float32 (TF32
-allowed, as PyTorch sets it) and bfloat16, 308 forward and 323 backward calls, of contiguous tensors for the
-most part. What it says:
+cuDNN itself chooses the algorithm (see :mod:`planner.costs.cudnn_workspace`). So this is no fact of a source
+but a rule that fits measurements: cuDNN 9.19 on an H200 (compute capability 9.0), float32 (TF32 allowed, as
+PyTorch sets it) and bfloat16, 308 forward and 323 backward calls, most of them of contiguous tensors. The
+rule:
 
 - Kernels for channels innermost run on copies of image, weight and result, all three at once. A weight of
   one point needs no copy. Channels of 16 bits are filled up to a multiple of 8.
@@ -15,10 +15,11 @@ most part. What it says:
 - Results that fill the multiprocessors more than once are split where few parts are left for the last time.
 - Few channels last are copied all the same where a weight's gradient is made.
 
-Of the 631 calls 379 agree to the byte, 48 but for what the allocator does not split off (at most 1 MiB), and
-148 within a tenth or 64 KiB; of the rest 38 are below what was seen and 18 above. On other capabilities
-nothing was seen, and nothing counts. Copies that PyTorch itself makes of tensors that are not dense count
-everywhere. Of float32 without TF32 :mod:`planner.costs.cuda_scratch.convolution_without_tf32` has the rule.
+Of the 631 calls 379 agree to the byte, 48 up to the remainder that the allocator does not split off (at most
+1 MiB), and 148 within a tenth or 64 KiB; the rule gives less than measured for 38 of the rest, and more for
+18. On other capabilities nothing was measured, and nothing counts. Copies that PyTorch itself makes of
+tensors that are not dense count everywhere. :mod:`planner.costs.cuda_scratch.convolution_without_tf32` has
+the rule for float32 without TF32.
 """
 
 from dataclasses import dataclass
@@ -130,7 +131,7 @@ class _Convolution:
 
     @property
     def copied(self) -> bool:
-        """One of one point runs on copies too: images of odd size or few points, large weights."""
+        """Whether a kernel of one point runs on copies: images of odd size or few points, large weights."""
         if self.half:
             large = self.weight.elements >= _LARGE_HALF_WEIGHT and self.points % 8 != 0
         else:
@@ -166,7 +167,7 @@ def _convolution_backward(arguments: Arguments, processor: Processor) -> int:
 
 
 def _asks_backward(call: _Convolution) -> bool:
-    """Whether anything is asked for: by small ones nothing is."""
+    """Whether a convolution asks for workspace; small ones ask for none."""
     if call.pointwise and not call.strided:
         few = not call.half and call.points > 1 and call.weight.elements >= _LEAST_WEIGHT
         return call.products >= _SMALL_PRODUCT or (few and call.points < _TILE)

@@ -1,13 +1,13 @@
 """Convolutions of float32 on Hopper where TF32 is not allowed.
 
-A rule that fits what was seen, as in :mod:`planner.costs.cuda_scratch.convolution`: cuDNN 9.19 on an H200, of
-234 sizes of contiguous tensors with one group, kernels of 1, 3, 5 and 7 points. What it says:
+A rule that fits measurements, as in :mod:`planner.costs.cuda_scratch.convolution`: cuDNN 9.19 on an H200, of
+234 sizes of contiguous tensors with one group, kernels of 1, 3, 5 and 7 points. The rule:
 
 - Gradients of weights of 3 by 3 points with stride 1 are summed in Winograd's form, 6 by 6 points for 4 by 4;
   other large weights of up to 3 by 3 points from copies of image and result.
 - Some convolutions of 3 by 3 points with stride 1, and more gradients of images, multiply Fourier transforms:
   of whole images of up to 30 points, or of pieces of 32 by 32 points, at most four of an image at a time.
-  That it is done where the products are many for the bytes is a guess from what was seen.
+  The condition, many products for the bytes, is a guess from the measurements.
 - The rest takes nothing.
 
 Of the 234 gradients of weights 221 agree to the byte, of the gradients of images 227, of the forwards 230.

@@ -1,4 +1,4 @@
-"""Sizes and strides of a call's tensors as plain numbers, and what copies of them take."""
+"""Sizes and strides of a call's tensors as plain numbers, and the bytes of copies of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

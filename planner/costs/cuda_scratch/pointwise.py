@@ -21,7 +21,7 @@ _ONE_INTEGER = torch.int64
 
 @scratch_of("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
 def _loss(arguments: Arguments, processor: Processor) -> int:
-    """The loss of every element, unless that is what is asked for."""
+    """The loss of every element, unless the call returns these itself."""
     source, target = arguments.layout("self"), arguments.layout("target")
     if not concrete_size(arguments["reduction"]):
         return 0

@@ -1,4 +1,4 @@
-"""The scratch memory of calls on a device that is not here."""
+"""Predicts the scratch memory of calls on a device that this machine does not have."""
 
 import logging
 from collections.abc import Iterable
@@ -15,13 +15,13 @@ logger = logging.getLogger(__name__)
 
 
 class CudaScratch:
-    """Formulas for what kernels ask for; of cuDNN's convolutions the most that the environment allows."""
+    """Scratch memory by formulas; for cuDNN's convolutions the most that the environment allows."""
 
     def __init__(self, processor: Processor, cap_bytes: int | None) -> None:
         """
         Args:
             processor: Where the calls would run.
-            cap_bytes: The most that the environment lets a convolution ask for; None where it says nothing.
+            cap_bytes: The most that the environment lets a convolution ask for; None if it sets no bound.
         """
         self._processor = processor
         self._capped = None if cap_bytes is None else OpMemory(cap_bytes, ())
@@ -45,7 +45,7 @@ class CudaScratch:
 
 
 def cuda_scratch(device: Device) -> CudaScratch | None:
-    """What predicts scratch on an NVIDIA GPU that is not here; None for other devices."""
+    """The prediction for an NVIDIA GPU that this machine does not have; None for other devices."""
     if device.kind != "cuda" or not device.cudnn:
         return None
     return CudaScratch(processor_of(device), workspace_cap())

@@ -34,7 +34,7 @@ _LIKELY_COUNT = 108
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """What kernels ask a GPU for when they size their scratch.
+    """The figures of a GPU by which kernels size their scratch.
 
     Attributes:
         capability: Its CUDA compute capability.

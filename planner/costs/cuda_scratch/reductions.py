@@ -36,9 +36,9 @@ def reduction_scratch(source: Layout, dims: Collection[int], element_bytes: int,
     """Bytes of the partial results that thread blocks exchange, and of their counters.
 
     Args:
-        source: What is reduced.
-        dims: The dimensions to reduce, not negative; none of them: all.
-        element_bytes: Size of what is accumulated.
+        source: The layout of the tensor.
+        dims: The dimensions to reduce, not negative; if there are none, all.
+        element_bytes: Size of an accumulated value.
         processor: Where it runs.
     """
     if not source.elements:
@@ -103,7 +103,7 @@ def _values(arguments: Arguments, processor: Processor) -> int:
 
 @scratch_of("logsumexp")
 def _logarithms_of_sums(arguments: Arguments, processor: Processor) -> int:
-    """The largest of each sum, and the exponentials of what is below it (``ReduceOps.cpp``)."""
+    """The maximum of each row, and the exponentials of all elements less it (``ReduceOps.cpp``)."""
     source = arguments.layout("self")
     dims = reduced_dims(arguments.get("dim"), len(source.sizes))
     dtype = source.dtype if source.dtype.is_floating_point or source.dtype.is_complex else torch.float32

@@ -1,4 +1,4 @@
-"""Which formula is for which operator, and the arguments of a call by their names."""
+"""The formulas by operator, and the arguments of a call by name."""
 
 from collections.abc import Callable
 from functools import lru_cache

@@ -1,1 +1,1 @@
-"""Data that operators are given where they are run to see what they allocate."""
+"""The data on which operators run when their allocations are measured."""

@@ -1,4 +1,4 @@
-"""Arguments that cannot be all zeros or ones where an operator is run to see what it allocates."""
+"""Made-up arguments that cannot be all zeros or ones when an operator's allocations are measured."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ aten = torch.ops.aten
 
 
 def complete(operator: object, args: list[Any]) -> None:
-    """Put into made-up arguments of an operator those that it needs to be of one another.
+    """Change made-up arguments of an operator whose values have to fit each other.
 
     Args:
         operator: The operator, without the name of an overload.
@@ -20,8 +20,8 @@ def complete(operator: object, args: list[Any]) -> None:
             change(args)
 
 
-# A layer's backward needs the reserve that the layer made. Its size is one that fake tensors do not know and
-# the kernels do not check, so it is made by running the layer.
+# A layer's backward needs the reserve that the layer made. Fake tensors do not know its size and the kernels
+# do not check it: so the layer is run to make it.
 
 
 def _mkldnn_rnn_reserve(args: list[Any]) -> None:
@@ -38,18 +38,18 @@ def _cudnn_rnn_reserve(args: list[Any]) -> None:
 
 
 def _full_bags(args: list[Any]) -> None:
-    """Bags with something in each: a bag without has no gradient to be collected, and takes less."""
+    """Make each bag hold something: an empty one has no gradient to collect, and takes less."""
     args[4].fill_(1)
 
 
 def _pivots_of_no_swap(args: list[Any]) -> None:
-    """Rows that are exchanged in a factorisation, which are counted from 1: the kernels refuse others."""
+    """Pivots of a factorisation that exchanges no rows; they count from 1, and the kernels refuse others."""
     pivots = args[1]
     pivots.copy_(torch.arange(1, pivots.shape[-1] + 1).expand_as(pivots))
 
 
-def _what_holds(args: list[Any]) -> None:
-    """A condition that is true: where one is not, the kernel on a GPU stops the whole process."""
+def _true_condition(args: list[Any]) -> None:
+    """Make the condition true: a false one stops the whole process in the kernel of a GPU."""
     args[0].fill_(1)
 
 
@@ -60,6 +60,6 @@ _CHANGES: dict[object, Callable[[list[Any]], None]] = {
     aten.linalg_ldl_solve: _pivots_of_no_swap,
     aten.linalg_lu_solve: _pivots_of_no_swap,
     aten.lu_unpack: _pivots_of_no_swap,
-    aten._assert_async: _what_holds,
-    aten._functional_assert_async: _what_holds,
+    aten._assert_async: _true_condition,
+    aten._functional_assert_async: _true_condition,
 }

@@ -1,10 +1,10 @@
 """Data in which operators find as many elements as they found in the step (``nonzero``, ``x[mask]``).
 
-What such an operator allocates besides its results follows from how many these are, too: the positions that a
-mask selects are there until what lies at them has been copied. Where data decide the sizes of results, these
-are those that the step recorded. Where elements that a mask selects are written, they are as many as it
-selects if that is known, else as many as there is to write, and where their gradient is taken as many as were
-written.
+The workspace of such an operator depends on that number, too: the positions that a mask selects are alive
+until the elements there have been copied. Where data decide the sizes of results, they get the sizes that the
+step recorded. Where an operator writes to elements that a mask selects, the mask selects as many as in the
+step if that is known, or else as many as there are values to write. In the gradient of such a write it
+selects as many as were written.
 """
 
 import math
@@ -22,14 +22,13 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def told_sizes(call: Call) -> Sizes | None:
-    """The sizes of a call's results, if data decide them and it is known which data do; of what is selected
-    where it writes there."""
+    """The sizes that data decided in a call, if made-up data can reproduce them; see :class:`Call`."""
     packet = call.func.overloadpacket
     return call.sizes if packet in _SIZED or packet in _WRITTEN else None
 
 
 def give(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Change arguments for a call, which have data, so that it finds as many elements as are known."""
+    """Change a call's arguments with data so that it finds as many elements as in the step, where known."""
     sized, written = _SIZED.get(call.func.overloadpacket), _WRITTEN.get(call.func.overloadpacket)
     if written is None and (sized is None or call.sizes is None):
         return
@@ -42,9 +41,10 @@ def give(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def check(call: Call, result: Any) -> None:
-    """
+    """Check that a call returned the sizes of the step for made-up data.
+
     Raises:
-        ValueError: what a call returned for made-up data does not have the sizes that it was to have.
+        ValueError: It returned other sizes.
     """
     expected = told_sizes(call) if call.func.overloadpacket in _SIZED else None
     if expected is not None and (found := sizes_of(result)) != expected:
@@ -52,11 +52,13 @@ def check(call: Call, result: Any) -> None:
 
 
 def _first(tensor: torch.Tensor, count: int, of: int) -> None:
-    """Make ones of elements of a tensor, and zeros of the others, so that ``count`` are ones where the tensor
-    is expanded to ``of`` elements."""
+    """Set elements of a tensor to 1 and the others to 0, so that ``count`` of ``of`` elements are 1.
+
+    The operator expands the tensor to ``of`` elements.
+    """
     each = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
-    there = torch.arange(each.numel(), device=each.device) < count // max(of // max(each.numel(), 1), 1)
-    each.copy_(there.view(each.shape))
+    ones = torch.arange(each.numel(), device=each.device) < count // max(of // max(each.numel(), 1), 1)
+    each.copy_(ones.view(each.shape))
 
 
 def _masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
@@ -64,11 +66,12 @@ def _masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
 
 
 def _place(indices: Sequence[torch.Tensor | None]) -> tuple[int, int]:
-    """Which dimension of what is indexed has the elements that masks among the indices select, and how many
-    dimensions of the tensor are before it, or are indexed: what follows is as in the tensor."""
+    """The dimension of an indexed result for the elements that masks select; and how many dimensions fewer
+    than the tensor the result has."""
     places, at = list[int](), 0
     for index in indices:
-        taken = index.dim() if index is not None and index.dtype in MASKS else 1  # a mask is so many indices
+        # A mask stands for as many indices as it has dimensions.
+        taken = index.dim() if index is not None and index.dtype in MASKS else 1
         places += range(at, at + taken) if index is not None else ()
         at += taken
     side_by_side = places[-1] - places[0] == len(places) - 1
@@ -103,7 +106,7 @@ def _counted(named: Mapping[str, Any], sizes: Sizes) -> None:
 
 
 def _lengths(named: Mapping[str, Any], sizes: Sizes) -> None:
-    """The longest target of those of a CTC loss, with a blank before each of its labels and behind them."""
+    """Set the longest target of a CTC loss; the result has a blank before each label and at the end."""
     if isinstance(named["target_lengths"], torch.Tensor):
         _one_number(named["target_lengths"], sizes[1][2] // 2)
 
@@ -115,11 +118,11 @@ def _one_number(numbers: torch.Tensor, number: int) -> None:
 
 
 def _distinct(named: Mapping[str, Any], sizes: Sizes) -> None:
-    """As many distinct elements, or slices along a dimension, the same ones one after the other."""
+    """Make as many elements, or slices along a dimension, distinct; equal ones follow each other."""
     tensor, dim = named["self"], named.get("dim")
     of = tensor.numel() if dim is None else tensor.shape[dim]
     numbers = torch.arange(of, device=tensor.device).clamp(max=sizes[0][0 if dim is None else dim] - 1)
-    if tensor.is_floating_point():  # which need not hold all integers; bits of numbers are numbers, in order
+    if tensor.is_floating_point():  # floats of 16 bits hold few integers; their bit patterns are distinct
         numbers = numbers.to(_INTEGERS[tensor.element_size()]).view(tensor.dtype)
     if dim is None:
         tensor.copy_(numbers.view(tensor.shape))
@@ -142,7 +145,7 @@ _SIZED: dict[object, Callable[[Mapping[str, Any], Sizes], None]] = {
     aten._ctc_loss: _lengths,
 }
 
-# ---- writes to what masks select -----------------------------------------------------------------
+# ---- writes to elements that masks select --------------------------------------------------------
 
 
 def _put(named: Mapping[str, Any], selected: Sizes | None) -> None:
@@ -156,7 +159,7 @@ def _put(named: Mapping[str, Any], selected: Sizes | None) -> None:
     place, fewer = _place(indices)
     behind = named["self"].dim() - fewer - place - 1  # dimensions after those that masks select from
     if values.dim() <= behind or values.shape[-1 - behind] == 1:
-        return  # one for all
+        return  # one value for all
     for mask in masks:
         _first(mask, values.shape[-1 - behind], mask.numel())
 
@@ -170,7 +173,7 @@ def _scattered(named: Mapping[str, Any], selected: Sizes | None) -> None:
 
 
 def _taken(named: Mapping[str, Any], _: Sizes | None) -> None:
-    """No more than the source has: where there are too few, the kernel on a GPU stops the whole process."""
+    """Select no more elements than the source has: with too few the kernel of a GPU stops the process."""
     both = torch.broadcast_shapes(named["self"].shape, named["mask"].shape)
     _first(named["mask"], named["source"].numel(), math.prod(both))
 

@@ -1,4 +1,4 @@
-"""What the page of a plan shows, as plain data: columns of numbers, with names given once."""
+"""The data of a plan's page: columns of numbers, with names given once."""
 
 import math
 import re
@@ -19,17 +19,17 @@ from planner.report.undroppable import peak_parts
 
 _GROUPS = 6
 _SHOWN = 0.85
-"""The share of the forward's bytes that modules with a colour of their own have, where they can."""
+"""The share of the forward's bytes that modules with a colour of their own should reach."""
 _BACKWARD = "results of the backward (gradients)"
 _OTHERS = "other modules"
 
 
 class FrontierError(PlannerError, ValueError):
-    """Plans of a frontier are not of one model."""
+    """The plans of a frontier are of different models."""
 
 
 def page_data(plan: PlanRecord, frontier: Sequence[PlanRecord] = ()) -> dict[str, Any]:
-    """What the page of a plan shows.
+    """The data of a plan's page.
 
     Args:
         plan: The plan.
@@ -103,7 +103,7 @@ def page_data(plan: PlanRecord, frontier: Sequence[PlanRecord] = ()) -> dict[str
 
 
 def story(explainer: Explainer) -> list[str]:
-    """What a plan does, in sentences for somebody who has not seen one."""
+    """What a plan does, in sentences for somebody who sees one for the first time."""
     sim, plan = explainer.simulated, explainer.simulated.plan
     parts, moment = peak_parts(sim), explainer.binding
     before, after = plan.baseline.dynamic_peak_bytes, parts.total_bytes
@@ -155,16 +155,19 @@ def _facts(plan: PlanRecord) -> list[list[str]]:
 
 
 def _groups(sim: SimulatedPlan) -> tuple[list[str], list[int]]:
-    """What bytes are stacked by: the largest kinds of modules, the same module of every layer as one.
+    """Groups that the timeline stacks bytes by: the largest kinds of modules, alike layers as one kind.
 
-    Modules are told apart as finely as leaves little to the others.
+    Kinds are as fine as possible while the largest still cover most bytes.
+
+    Returns:
+        The names of the groups, and the group of each operation.
     """
     graph, lives = sim.graph, sim.lives
     modules = [
         re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", sim.record(row).module).split(".")
         for row in range(graph.forward_length)
     ]
-    # Bytes times how long they are alive say how much of the picture a kind is.
+    # Bytes times the steps that they are alive: a kind's area in the picture.
     area = np.zeros(graph.base_length, dtype=np.int64)
     producers = graph.producer[lives.value]
     np.add.at(area, producers, graph.bytes[lives.value] * (lives.end - lives.start + 1))

@@ -11,7 +11,7 @@ from planner.planfile.plan import PlanRecord
 from planner.report.page.data import page_data
 
 _POLICY = "default-src 'none'; img-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
-"""What a page may load: nothing. Whatever got into one, it could not tell anybody."""
+"""A page may load nothing: a script that got into it could send nothing anywhere."""
 
 
 def page(plan: PlanRecord, frontier: Sequence[PlanRecord] = ()) -> str:

@@ -1,7 +1,7 @@
 """Hooks of weights on a copy of a module: the same code, with copies of all that it reaches.
 
-An optimizer that such hooks step is copied with its state, so that a step on the copy shows what the hooks
-take and let go of, and changes nothing of the user's.
+An optimizer that such hooks step is copied with its state. So a step on the copy shows the memory that the
+hooks take and release, and changes nothing of the user's.
 """
 
 import copy
@@ -19,7 +19,7 @@ from planner.training_step.python_state import globals_named_in, is_of, is_stepp
 from planner.training_step.step import tensors_in
 
 _NOT_TAKEN = ("step", "zero_grad")
-"""What schedulers put into optimizers, which refers to these."""
+"""Attributes that schedulers put into optimizers, and that refer to these optimizers."""
 
 
 class CopiedHooks:
@@ -33,21 +33,21 @@ class CopiedHooks:
     def __init__(
         self, copies: Iterable[tuple[Any, Any]], tensor: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        self._originals = list(copies)  # held: they are known by their addresses
+        self._originals = list(copies)  # held, as the memo knows them by their ids
         self._memo: dict[int, Any] = {id(original): mine for original, mine in self._originals}
         self._own = {id(mine) for _, mine in self._originals}
         self._tensor = tensor
         self._stepping: dict[int, torch.optim.Optimizer] = {}
 
     def __call__(self, hook: Callable[..., Any], reach: Reach) -> Callable[..., Any]:
-        """A hook like another, that reaches copies only.
+        """A copy of a hook that reaches copies only.
 
         Args:
             hook: The hook.
-            reach: What it reaches, none of which is opaque.
+            reach: The objects that it reaches, none of them opaque.
 
         Raises:
-            Exception: Whatever copying something that it reaches raises.
+            Exception: Copying an object that it reaches raised it.
         """
         stepping = {type(o) for o in reach.objects if is_stepping(o)}
         by_type: dict[type, Any] = dict.fromkeys(stepping, self._step)
@@ -102,7 +102,7 @@ class CopiedHooks:
 
 def _step_without_data(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     def step(*args: Any, **kwargs: Any) -> Any:
-        vars(optimizer)["_opt_called"] = True  # schedulers ask for that, and for what is set below
+        vars(optimizer)["_opt_called"] = True  # schedulers check this and `_wrapped_by_lr_sched`
         with fake_.AnyNumber():  # type: ignore[no-untyped-call]
             return type(optimizer).step(optimizer, *args, **kwargs)
 

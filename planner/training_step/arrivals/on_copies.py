@@ -15,7 +15,7 @@ from planner.training_step.python_state import is_of, is_stepping
 
 NOT_COUNTED = (
     "the hook {} on {}, which runs after its gradient was accumulated, is left out of the prediction ({}): "
-    "gradients that it lets go of count until the step ends, and what it takes does not count"
+    "gradients that it frees count until the step ends, and memory that it takes does not count"
 )
 
 
@@ -25,14 +25,20 @@ def put_hooks_on_copies(
     tensor: Callable[[torch.Tensor], torch.Tensor],
     notes: list[str],
 ) -> CopiedHooks | None:
-    """Let the hooks on the gradients of weights, and those of layers that step an optimizer, run on those of
-    a copy; notes what of them is not planned.
+    """Put hooks on a copy of a module: those on gradients of weights, and layers' that step an optimizer.
 
-    They reach copies, where all that they reach can be copied. Else those that look at a gradient before it
-    is accumulated run as they are; one that asks for data, as to log a norm, is none without them.
+    The hooks on the copy reach copies, where all that they reach can be copied. Else a hook that runs before
+    the gradient is accumulated runs as it is, and one that runs after it is left out. A hook that asks for
+    data, as to log a norm, does nothing on a copy without data.
+
+    Args:
+        module: The module.
+        copied: The copy.
+        tensor: Makes the copy of a tensor.
+        notes: Gets a sentence for each hook that is left out of the plan.
 
     Returns:
-        What copied them; None where there are none.
+        The copies of the hooks; None where there are none.
     """
     trained = [(n, p) for n, p in module.named_parameters() if any(map(_is_users, all_hooks_on(p)))]
     stepping = _stepping_hooks(module, copied)
@@ -86,14 +92,14 @@ def _stepping_hooks(
 
 
 def _copied(hooks: CopiedHooks, hook: Callable[..., Any]) -> tuple[Callable[..., Any] | None, str]:
-    """A hook that reaches copies; or None, and why there is none."""
+    """A copy of a hook that reaches copies; or None, and the reason."""
     reach = Reach(hook)
     if reach.opaque is not None:
         return None, f"it refers to {reach.opaque}"
     try:
         return hooks(hook, reach), ""
     except Exception as error:
-        return None, f"copying what it refers to failed: {type(error).__name__}: {error}"
+        return None, f"an object that it refers to could not be copied: {type(error).__name__}: {error}"
 
 
 def _unless_data_decide(name: str, hook: Hook, notes: list[str]) -> Hook:
@@ -101,7 +107,7 @@ def _unless_data_decide(name: str, hook: Hook, notes: list[str]) -> Hook:
         try:
             return hook(gradient)
         except fake_.DataDependentError:
-            text = f"a hook on the gradient of {name} asks for its values: what that takes is not planned"
+            text = f"a hook on the gradient of {name} asks for its values: its memory is not planned"
             notes.extend([text] * (text not in notes))
             return None
 

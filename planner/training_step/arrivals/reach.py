@@ -1,4 +1,4 @@
-"""What a function of the user's can reach, and whether all of that can be copied and put back."""
+"""The objects that a function of the user's can reach, and whether they can be copied and put back."""
 
 import builtins
 import functools
@@ -25,28 +25,28 @@ from planner.training_step.python_state import (
 )
 
 _HARMLESS = ("torch", "math", "numpy", "functools", "itertools", "operator", "copy", "collections", "time")
-"""Libraries that change nothing but what they are given, but for what is named below."""
+"""Libraries that change nothing but their arguments, except by the names in ``_CHANGES``."""
 _CHANGES = frozenset(
     (
         *("open", "exec", "eval", "input", "__import__", "compile", "breakpoint"),
         *("distributed", "save", "all_reduce", "reduce_scatter", "all_gather", "tofile", "savez", "itemset"),
     )
 )
-"""Names by which a function reaches files, other ranks and what else no copy can stand in for."""
+"""Names by which a function reaches files, other ranks and more that cannot be copied."""
 _MOST_OBJECTS = 200_000
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, slice, torch.dtype, torch.device, torch.Size)
 
 
 class Reach:
-    """What functions refer to: variables around them, defaults, globals that they name, and what is in these.
+    """The objects that functions refer to: in enclosing scopes, defaults and globals, and inside of these.
 
     Args:
         functions: The functions, methods and partial functions.
 
     Attributes:
-        objects: All that holds a state: tensors, containers, modules, optimizers, arrays, functions.
-        variables: Global variables that they write to, each with its value.
-        opaque: What among them can be neither copied nor put back, in words; None where there is nothing.
+        objects: Objects with a state: tensors, containers, modules, optimizers, arrays, functions.
+        variables: Global variables that the functions write to, each with its value.
+        opaque: The first object that can be neither copied nor put back, in words; None where there is none.
     """
 
     def __init__(self, *functions: Any) -> None:
@@ -101,7 +101,7 @@ class Reach:
             self._cannot(f"{name or 'something'}, a {kind.__module__}.{kind.__qualname__}")
 
     def _into_function(self, function: FunctionType) -> Iterator[tuple[Any, str]]:
-        if is_of(function.__module__, "planner"):  # which looks after its own
+        if is_of(function.__module__, "planner"):  # the planner puts its own state back
             return
         if is_of(function.__module__, *_HARMLESS):
             self._is_of_a_library(function, function.__name__)
@@ -133,8 +133,9 @@ class Reach:
         if by_name or not is_of(module, *_HARMLESS, "builtins") or is_of_distributed(module):
             self._cannot(name or str(module))
 
-    def _cannot(self, what: str) -> None:
-        self.opaque = self.opaque or what
+    def _cannot(self, opaque: str) -> None:
+        """Note an object that can be neither copied nor put back."""
+        self.opaque = self.opaque or opaque
 
 
 def is_of_distributed(module: str | None) -> bool:
@@ -142,7 +143,7 @@ def is_of_distributed(module: str | None) -> bool:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function, and of those that are written inside of it."""
+    """The code of a function, and of those defined inside of it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -13,11 +13,11 @@ from planner.training_step.arrivals.reach import Reach
 
 @contextlib.contextmanager
 def only_hooks_that_are_put_back(model: torch.nn.Module, *, none: bool = False) -> Iterator[None]:
-    """Within this no hook runs after accumulation that changes what nobody can put back.
+    """A context in which hooks after accumulation run only if their changes can be put back.
 
     Args:
-        model: The hooks on its parameters are meant.
-        none: Leave out the others as well.
+        model: The hooks are those on its parameters.
+        none: Leave out all of these hooks.
     """
     left_out: list[tuple[dict[int, Any], dict[int, Any]]] = []
     why: dict[str, str] = {}
@@ -31,8 +31,8 @@ def only_hooks_that_are_put_back(model: torch.nn.Module, *, none: bool = False) 
             hooks.clear()  # the very dictionary that autograd calls
     for which, name in why.items():
         warn(
-            f"verify does not run the hooks after accumulation on {name} ({which}), as it could not put back "
-            "what they change: gradients are compared and peaks are measured without them. To compare "
+            f"verify does not run the hooks after accumulation on {name} ({which}), as it could not put "
+            "their changes back: gradients are compared and peaks are measured without them. To compare "
             "weights too, run a few steps with and without the plan"
         )
     try:
@@ -43,6 +43,6 @@ def only_hooks_that_are_put_back(model: torch.nn.Module, *, none: bool = False) 
 
 
 def called(hook: Callable[..., Any]) -> str:
-    """A hook, in words."""
+    """The name of a hook, for messages."""
     function: Any = getattr(hook, "func", hook)
     return str(getattr(function, "__qualname__", type(function).__qualname__))
