@@ -68,6 +68,24 @@ class GradientLayout(Record):
         return self
 
 
+class SplitRun(Record):
+    """What is computed in pieces: a run of operations that ends in the loss."""
+
+    module: Name = Field(description="name of the module whose product it begins with")
+    rows: Annotated[int, Field(ge=1, le=2**63 - 1)] = Field(description="how many rows it has in all")
+
+
+class SplitRecord(Record):
+    """How a graph computes in pieces of rows what ends in the loss; `ops` are those with the pieces."""
+
+    form: Literal["forward", "backward"] = Field(
+        description="where the gradients of the pieces are computed: right behind each piece in the forward, "
+        "or in the backward"
+    )
+    pieces: Annotated[int, Field(ge=2, le=MOST_OPS)] = Field(description="how many pieces")
+    runs: Listed[SplitRun] = Field(min_length=1, max_length=MOST_OPS)
+
+
 class Program(Record):
     """What the backward of a graph runs, at some of its executions in a step."""
 
@@ -176,6 +194,9 @@ class GraphRecord(Program):
         default=[],
         max_length=MOST_OPS,
         description="of outputs whose gradients have other strides than they do",
+    )
+    split: SplitRecord | None = Field(
+        default=None, description="what it computes in pieces of rows; absent where it computes nothing so"
     )
     ops: Listed[OpRecord] = Field(
         min_length=1, max_length=MOST_OPS, description="forward operations, then backward"

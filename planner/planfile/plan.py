@@ -17,7 +17,15 @@ from planner.errors import PlanFileError, printable
 from planner.heap import read_at_most
 from planner.planfile.atomic_file import reason, write_atomically
 from planner.planfile.budget import format_bytes
-from planner.planfile.graph_record import GradientLayout, GraphRecord, OpRecord, Program, ViewsRecord
+from planner.planfile.graph_record import (
+    GradientLayout,
+    GraphRecord,
+    OpRecord,
+    Program,
+    SplitRecord,
+    SplitRun,
+    ViewsRecord,
+)
 from planner.planfile.json_layout import laid_out
 from planner.planfile.replay_record import ReplayRecord
 from planner.planfile.schema import (
@@ -57,6 +65,8 @@ __all__ = [
     "Target",
     "TensorRecord",
     "Timeline",
+    "SplitRecord",
+    "SplitRun",
     "ViewsRecord",
     "WholeStep",
     "plan_schema",

@@ -181,6 +181,11 @@ def prepare(
         PlannerError: As :func:`planner.plan` does.
     """
     off = graphs_are_off()
+    if options.split != "none":
+        if off is not None:
+            raise PlannerError(f"split={options.split!r}: {off}. Plan with split='none'")
+        options = replace(options, backend="eager")
+        return _prepare(model, step, options, progress=progress, like=like, one_graph=True)
     if options.backend != "auto":
         if off is not None and options.backend != "replay":
             raise PlannerError(f"backend={options.backend!r}: {off}. Plan with backend='replay'")

@@ -1,0 +1,354 @@
+"""How an operation is computed for some of its rows, operator by operator.
+
+The rows of a tensor are one or several of its dimensions that lie beside each other: (batch, sequence) of
+logits of (batch, sequence, vocabulary). In a piece they are one dimension.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.fx import Node
+
+aten = torch.ops.aten
+
+
+class Rows(NamedTuple):
+    """The dimensions of a tensor that are rows, from `start` to before `end`."""
+
+    start: int
+    end: int
+
+    def dim(self, dim: int) -> int:
+        """Where a dimension that is none of the rows is in a piece."""
+        return dim if dim < self.start else dim - (self.end - self.start - 1)
+
+    def sizes(self, sizes: Sequence[int], rows: int) -> list[int]:
+        """The sizes of a piece of so many rows."""
+        return [*sizes[: self.start], rows, *sizes[self.end :]]
+
+
+Kind = Literal["rows", "product", "several", "sum", "mean"]
+"""What a result is: rows; rows that a product with a weight made; several results, each of which is taken by
+itself; or a sum or a mean over all rows."""
+
+
+@dataclass(frozen=True)
+class Piecewise:
+    """How an operation is computed for some rows.
+
+    Attributes:
+        kind: What its result is.
+        rows: The rows of its result, where it has rows.
+        operands: Which of its operands from outside of the run have rows, and where.
+        args: Its arguments in a piece of so many rows; nodes are those of the joint graph.
+        target: The operator in a piece.
+        kwargs: Its arguments by name.
+        count: How many elements are averaged in all, of a mean.
+        added: The two factors, of a product that sums over rows.
+    """
+
+    kind: Kind
+    rows: Rows | None
+    args: Callable[[int], tuple[Any, ...]]
+    target: Any
+    operands: Mapping[Node, Rows] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    count: int = 1
+    added: bool = False
+
+
+class Known(NamedTuple):
+    """What is known of a run so far.
+
+    Attributes:
+        count: How many rows it has.
+        rows: Where the rows are of its values.
+    """
+
+    count: int
+    rows: Mapping[Node, Rows]
+
+    def placed(self, shape: Sequence[int], before: int, after: int) -> Rows | None:
+        """The dimensions of a shape that are the rows, with so many elements before and after."""
+        start, seen = 0, 1
+        while start < len(shape) and (seen < before or shape[start] == 1):
+            seen *= shape[start]
+            start += 1
+        end, size = start, 1
+        while end < len(shape) and size < self.count:
+            size *= shape[end]
+            end += 1
+        fits = seen == before and size == self.count and math.prod(shape[end:]) == after
+        return Rows(start, end) if fits else None
+
+
+Rule = Callable[[Node, Known], Piecewise | None]
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    """The sizes of a node's tensor."""
+    return tuple(node.meta["val"].shape)
+
+
+def piecewise(node: Node, known: Known) -> Piecewise | None:
+    """How an operation with operands in a run is computed for some rows; None where it cannot be."""
+    rule = _RULES.get(node.target)
+    if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        rule = _pointwise
+    return None if rule is None else rule(node, known)
+
+
+def product_of_rows(node: Node) -> Known | None:
+    """What is known of a run that begins with a product of rows and a weight; None for all else."""
+    position = {aten.mm.default: 0, aten.addmm.default: 1}.get(node.target)
+    if position is None or not isinstance(node.meta.get("val"), torch.Tensor):
+        return None
+    count = shape_of(node)[0]
+    return Known(count, {node: Rows(0, 1)}) if isinstance(count, int) and count > 1 else None
+
+
+def begin(node: Node) -> Piecewise:
+    """How the first product of a run is computed for some rows."""
+    factor = node.args[0 if node.target is aten.mm.default else 1]
+    assert isinstance(factor, Node)
+    return Piecewise("rows", Rows(0, 1), _as_they_are(node), node.target, {factor: Rows(0, 1)}, node.kwargs)
+
+
+def _as_they_are(node: Node) -> Callable[[int], tuple[Any, ...]]:
+    return lambda _rows: tuple(node.args)
+
+
+def _in_rows(node: Node, rows: Rows, args: Callable[[int], tuple[Any, ...]] | None = None) -> Piecewise:
+    return Piecewise("rows", rows, args or _as_they_are(node), node.target, kwargs=node.kwargs)
+
+
+# ---- views ---------------------------------------------------------------------------------------------
+
+
+def _view(node: Node, known: Known) -> Piecewise | None:
+    source, shape = node.args[0], shape_of(node)
+    rows, before = known.rows[source], shape_of(source)  # type: ignore[index, arg-type]
+    found = known.placed(shape, math.prod(before[: rows.start]), math.prod(before[rows.end :]))
+    if found is None:
+        return None
+    return _in_rows(node, found, lambda n: (source, found.sizes(shape, n)))
+
+
+def _same(node: Node, known: Known) -> Piecewise | None:
+    return _in_rows(node, known.rows[node.args[0]])  # type: ignore[index]
+
+
+def _transposed(node: Node, known: Known) -> Piecewise | None:
+    source = node.args[0]
+    rows, rank = known.rows[source], len(shape_of(node))  # type: ignore[index]
+    first, second = (d % rank for d in node.args[1:]) if len(node.args) == 3 else (0, rank - 1)  # type: ignore[operator, misc]
+    if rank < 2 or rows.end - rows.start != 1:
+        return None
+    start = {first: second, second: first}.get(rows.start, rows.start)
+    return _in_rows(node, Rows(start, start + 1))
+
+
+def _unsqueezed(node: Node, known: Known) -> Piecewise | None:
+    rows, dim = known.rows[node.args[0]], node.args[1] % len(shape_of(node))  # type: ignore[index, operator]
+    if rows.start < dim < rows.end:
+        return None
+    found = rows if dim >= rows.end else Rows(rows.start + 1, rows.end + 1)
+    return _in_rows(node, found, lambda _n: (node.args[0], found.dim(dim)))
+
+
+def _squeezed(node: Node, known: Known) -> Piecewise | None:
+    source = node.args[0]
+    rows, rank = known.rows[source], len(shape_of(source))  # type: ignore[index, arg-type]
+    dim = node.args[1] % rank  # type: ignore[operator]
+    if rows.start <= dim < rows.end or shape_of(source)[dim] != 1:  # type: ignore[arg-type]
+        return None
+    found = rows if dim >= rows.end else Rows(rows.start - 1, rows.end - 1)
+    return _in_rows(node, found, lambda _n: (source, rows.dim(dim)))
+
+
+def _expanded(node: Node, known: Known) -> Piecewise | None:
+    source, shape = node.args[0], shape_of(node)
+    rows, more = known.rows[source], len(shape) - len(shape_of(source))  # type: ignore[index, arg-type]
+    found = Rows(rows.start + more, rows.end + more)
+    return _in_rows(node, found, lambda n: (source, found.sizes(shape, n)))
+
+
+def _sliced(node: Node, known: Known) -> Piecewise | None:
+    source, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
+    rows, dim = known.rows[source], dim % len(shape_of(source))  # type: ignore[index, operator, arg-type]
+    if rows.start <= dim < rows.end:
+        return None
+    return _in_rows(node, rows, lambda _n: (source, rows.dim(dim), *node.args[2:]))
+
+
+# ---- element by element, and along other dimensions ----------------------------------------------------
+
+
+def _pointwise(node: Node, known: Known) -> Piecewise | None:
+    shape, found = shape_of(node), None
+    tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    if len(tensors) != len(node.all_input_nodes):
+        return None
+    for operand in tensors:
+        if operand in known.rows:
+            rows, more = known.rows[operand], len(shape) - len(shape_of(operand))
+            here = Rows(rows.start + more, rows.end + more)
+            if found not in (None, here) or shape[here.start : here.end] != shape_of(operand)[slice(*rows)]:
+                return None
+            found = here
+    assert found is not None
+    operands = {}
+    for operand in tensors:
+        if operand in known.rows:
+            continue
+        more, sizes = len(shape) - len(shape_of(operand)), shape_of(operand)
+        if more >= found.end:
+            continue
+        beside = sizes[max(found.start - more, 0) : found.end - more]
+        if beside == shape[found.start : found.end]:
+            operands[operand] = Rows(found.start - more, found.end - more)
+        elif any(size != 1 for size in beside) or len(beside) > 1:
+            return None
+    return Piecewise("rows", found, _as_they_are(node), node.target, operands, node.kwargs)
+
+
+def _along_a_dimension(node: Node, known: Known) -> Piecewise | None:
+    """Softmax over a dimension that has no rows, and its backward."""
+    place = 1 if node.target in (aten._log_softmax.default, aten._softmax.default) else 2
+    tensors = node.args[:place]
+    found = {known.rows.get(n) for n in tensors}  # type: ignore[arg-type]
+    if len(found) != 1 or None in found:
+        return None
+    (rows,) = found
+    assert rows is not None
+    dim = node.args[place] % len(shape_of(node))  # type: ignore[operator]
+    if rows.start <= dim < rows.end:
+        return None
+    return _in_rows(node, rows, lambda _n: (*tensors, rows.dim(dim), *node.args[place + 1 :]))
+
+
+def _reduced(node: Node, known: Known) -> Piecewise | None:
+    source = node.args[0]
+    rows, shape = known.rows[source], shape_of(source)  # type: ignore[index, arg-type]
+    named = node.args[1] if len(node.args) > 1 else None
+    given = [named] if isinstance(named, int) else (named or range(len(shape)))
+    dims = {d % len(shape) for d in given}  # type: ignore[union-attr]
+    keep = bool(node.args[2]) if len(node.args) > 2 else False
+    over = dims & {*range(*rows)}
+    if not over:
+        fewer = 0 if keep else sum(d < rows.start for d in dims)
+        found = Rows(rows.start - fewer, rows.end - fewer)
+        return _in_rows(node, found, lambda _n: (source, _like(named, [rows.dim(d) for d in sorted(dims)]), *node.args[2:]))
+    if len(over) != rows.end - rows.start:
+        return None
+    left = sorted({rows.dim(d) if d not in over else rows.start for d in dims})
+    if node.target in (aten.sum.dim_IntList, aten.sum.default):
+        return Piecewise("sum", None, lambda _n: (source, left, keep), aten.sum.dim_IntList, kwargs=node.kwargs)
+    if node.target in (aten.mean.dim, aten.mean.default) and not node.kwargs:
+        count = math.prod(shape[d] for d in dims)
+        return Piecewise("mean", None, lambda _n: (source, left, keep), aten.sum.dim_IntList, count=count)
+    return None
+
+
+def _like(given: Any, dims: list[int]) -> Any:
+    return dims[0] if isinstance(given, int) else dims
+
+
+def _gathered(node: Node, known: Known) -> Piecewise | None:
+    """What reads, or writes, at indices along a dimension that has no rows."""
+    rank = len(shape_of(node))
+    dim = node.args[1] % rank  # type: ignore[operator]
+    tensors = [n for n in (node.args[0], *node.args[2:]) if isinstance(n, Node)]
+    found = {known.rows[n] for n in tensors if n in known.rows}
+    (rows,) = found if len(found) == 1 else (None,)
+    if rows is None or rows.start <= dim < rows.end:
+        return None
+    if any(shape_of(n)[slice(*rows)] != shape_of(node)[slice(*rows)] or len(shape_of(n)) != rank for n in tensors):
+        return None
+    operands = {n: rows for n in tensors if n not in known.rows}
+    args = lambda _n: (node.args[0], rows.dim(dim), *node.args[2:])  # noqa: E731
+    return Piecewise("rows", rows, args, node.target, operands, node.kwargs)
+
+
+# ---- products ------------------------------------------------------------------------------------------
+
+
+def _product(node: Node, known: Known) -> Piecewise | None:
+    first, second = node.args
+    rows = [known.rows.get(n) for n in (first, second)]  # type: ignore[arg-type]
+    contracted = [rows[0] == Rows(1, 2), rows[1] == Rows(0, 1)]
+    if any(contracted):
+        if not all(c or r is None for c, r in zip(contracted, rows, strict=True)):
+            return None
+        operands = {n: Rows(1 - i, 2 - i) for i, n in enumerate((first, second)) if rows[i] is None}
+        return Piecewise("sum", None, _as_they_are(node), node.target, operands, added=True)  # type: ignore[arg-type]
+    if rows == [Rows(0, 1), None] or rows == [None, Rows(1, 2)]:
+        found = Rows(0, 1) if rows[1] is None else Rows(1, 2)
+        return Piecewise("product", found, _as_they_are(node), node.target)
+    return None
+
+
+# ---- negative log likelihood, whose means are sums that are divided, see `pieces.py` ---------------------
+
+
+def _nll(node: Node, known: Known) -> Piecewise | None:
+    scores, target, weight, reduction, _ = node.args
+    if known.rows.get(scores) != Rows(0, 1) or len(shape_of(scores)) != 2:  # type: ignore[arg-type]
+        return None
+    if reduction == 1 or target in known.rows or weight in known.rows:
+        return None
+    return Piecewise("several", None, _as_they_are(node), node.target, {target: Rows(0, 1)})  # type: ignore[dict-item]
+
+
+def _one_of_several(node: Node, known: Known) -> Piecewise | None:
+    call, position = node.args
+    if getattr(call, "target", None) is not aten.nll_loss_forward.default:
+        return None
+    rows = Rows(0, 1) if call.args[3] == 0 and position == 0 else None  # type: ignore[union-attr]
+    return Piecewise("sum" if rows is None else "rows", rows, _as_they_are(node), operator.getitem)
+
+
+def _nll_backward(node: Node, known: Known) -> Piecewise | None:
+    gradient, scores, target, weight, reduction, _, total = node.args
+    if known.rows.get(scores) != Rows(0, 1) or len(shape_of(scores)) != 2:  # type: ignore[arg-type]
+        return None
+    if reduction == 1 or any(n in known.rows for n in (target, weight, total)):
+        return None
+    operands = {target: Rows(0, 1)}
+    if reduction == 0 and gradient not in known.rows:
+        operands[gradient] = Rows(0, 1)
+    return Piecewise("rows", Rows(0, 1), _as_they_are(node), node.target, operands)  # type: ignore[arg-type]
+
+
+_RULES: dict[Any, Rule] = {
+    **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view),
+    **dict.fromkeys(
+        (aten.detach.default, aten.alias.default, aten.clone.default, aten.zeros_like.default,
+         aten.ones_like.default, aten.empty_like.default, aten._to_copy.default), _same
+    ),
+    **dict.fromkeys((aten.t.default, aten.transpose.int), _transposed),
+    aten.unsqueeze.default: _unsqueezed,
+    aten.squeeze.dim: _squeezed,
+    aten.expand.default: _expanded,
+    aten.slice.Tensor: _sliced,
+    **dict.fromkeys(
+        (aten._log_softmax.default, aten._softmax.default, aten._log_softmax_backward_data.default,
+         aten._softmax_backward_data.default), _along_a_dimension
+    ),
+    **dict.fromkeys(
+        (aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.amax.default,
+         aten.amin.default, aten.logsumexp.default, aten.argmax.default), _reduced
+    ),
+    **dict.fromkeys(
+        (aten.gather.default, aten.scatter_add.default, aten.scatter.value, aten.scatter.src), _gathered
+    ),
+    aten.mm.default: _product,
+    aten.nll_loss_forward.default: _nll,
+    operator.getitem: _one_of_several,
+    aten.nll_loss_backward.default: _nll_backward,
+}  # fmt: skip
+"""By operator; all others that compute element by element follow one rule."""
