@@ -156,6 +156,12 @@ class PlanRecord(Record):
         return self.predicted.seconds / self.no_recompute.seconds - 1
 
     @property
+    def is_exact(self) -> bool:
+        """Whether gradients are those without the plan, bit for bit: neither does Inductor run it, nor is
+        anything computed in pieces."""
+        return self.target.backend != "inductor" and not any(graph.split for graph in self.graphs)
+
+    @property
     def recomputed_operations(self) -> int:
         """How many operations of the forward the backward re-runs, in all executions of all graphs."""
         runs = [run for graph in self.graphs for run in graph.by_execution]

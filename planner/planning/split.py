@@ -52,17 +52,17 @@ def planned_in_pieces(
     whole = simulate(problem.graph, problem.graph.base_schedule)
     if room is not None and whole.peak_bytes <= room:
         return plan(prepared, wanted, progress)
-    most = _most_pieces(prepared)
+    enough, most = _pieces(prepared)
     if isinstance(prepared.costs, MeasuredCosts):
         prepared.costs.allow(_TIMED_SECONDS)
     tried: list[tuple[SplitForm, int]] = [("forward", most), ("backward", most)]
-    if room is not None and most >= 8:
-        tried.insert(0, ("forward", most // 4))
+    if room is not None and enough < most:
+        tried.insert(0, ("forward", enough))
     best: PlanRecord | None = None
     refused: list[InfeasibleBudget] = []
     impossible: CaptureError | None = None
     for number, (form, pieces) in enumerate(tried):
-        if best is not None and room is not None and form == "backward" and not _is_slow(best):
+        if best is not None and room is not None and not _is_slow(best):
             break
         try:
             split = _split(prepared, Split(form, pieces))
@@ -92,16 +92,24 @@ def _is_slow(plan: PlanRecord) -> bool:
     return plan.predicted.seconds > plan.no_recompute.seconds * _SLOWER
 
 
-def _most_pieces(prepared: Prepared) -> int:
-    """How many pieces of the largest run are small beside what the step leaves."""
-    found = 2
+def _pieces(prepared: Prepared) -> tuple[int, int]:
+    """How many pieces are so small that the step as a whole hardly takes more for them, and how many at most."""
+    enough = most = 2
     for graph in prepared.captured.graphs:
         if graph.joint is None:
             continue
         for run in splittable(graph.joint.module, graph.joint.forward_outputs)[1]:
-            while run.rows >= 2 * found * LEAST_ROWS and run.bytes > found * prepared.problem.final_bytes // 2:
-                found *= 2
-    return found
+            while run.rows >= 2 * most * LEAST_ROWS:
+                most *= 2
+            while enough < most and run.bytes > enough * prepared.problem.final_bytes // 2:
+                enough *= 2
+    return enough, most
+
+
+def split_as(plan: PlanRecord, prepared: Prepared) -> Prepared:
+    """A step that is captured in one piece, in the pieces of a plan."""
+    splits = {Split(graph.split.form, graph.split.pieces) for graph in plan.graphs if graph.split is not None}
+    return _split(prepared, min(splits)) if splits else prepared
 
 
 def _split(prepared: Prepared, split: Split) -> Prepared:

@@ -146,8 +146,7 @@ def verify(
     as_written = contextlib.ExitStack()
     try:
         as_written.enter_context(what_is_noted_stays())
-        no_hooks = plan.target.backend == "inductor"  # compared with a step in double precision
-        as_written.enter_context(only_hooks_that_are_put_back(model, none=no_hooks))
+        as_written.enter_context(only_hooks_that_are_put_back(model, none=not plan.is_exact))
         check_fits(plan, model)
         planned = put_in(plan, model)
         planned.retire()
@@ -205,10 +204,10 @@ def verify(
         for _ in range(unplanned - 1):
             spread.add(outcome(original))
         yardstick = None
-        if plan.target.backend == "inductor":
-            report("running the step in double precision, and compiled without the plan", taken / stages)
+        if not plan.is_exact:
+            report("running the step in double precision", taken / stages)
             modules.install_call(model, None)
-            options = plan.target.backend_options
+            options = plan.target.backend_options if plan.target.backend == "inductor" else None
             yardstick = Yardstick(model, step, options, restore, reference)
         outcome(planned)  # a first planned step captures
         second = outcome(planned)
@@ -252,9 +251,9 @@ def verify(
 def _added_to(plan: PlanRecord, model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The parameters that have gradients when a step begins, which the plan counts and the step adds to.
 
-    Inductor's steps are compared with one in double precision, which begins without.
+    Steps that are not exact are compared with one in double precision, which begins without.
     """
-    if not plan.resident.gradient_bytes or plan.target.backend == "inductor":
+    if not plan.resident.gradient_bytes or not plan.is_exact:
         return []
     trained = [p for p in model.parameters() if p.requires_grad]
     return [p for p in trained if p.grad is not None] or trained
