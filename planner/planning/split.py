@@ -114,7 +114,9 @@ def split_as(plan: PlanRecord, prepared: Prepared) -> Prepared:
 
 def _split(prepared: Prepared, split: Split) -> Prepared:
     graphs = [_split_graph(prepared, graph, split) for graph in prepared.captured.graphs]
-    captured = replace(prepared.captured, graphs=graphs, notes=[*prepared.captured.notes, _note(graphs, split)])
+    captured = replace(
+        prepared.captured, graphs=graphs, notes=[*prepared.captured.notes, _note(graphs, split)]
+    )
     device, meter, costs = prepared.device, prepared.meter, prepared.costs
     problem = build_problem(
         captured,
@@ -152,7 +154,9 @@ def _split_graph(prepared: Prepared, graph: CapturedGraph, split: Split) -> Capt
 
 
 def _note(graphs: Sequence[CapturedGraph], split: Split) -> str:
-    runs = [f"{module or 'the module'} ({rows:,} rows)" for graph in graphs for module, rows in graph.split_runs]
+    runs = [
+        f"{module or 'the module'} ({rows:,} rows)" for graph in graphs for module, rows in graph.split_runs
+    ]
     how = "gradients with each piece in the forward" if split.form == "forward" else "in the backward again"
     return (
         f"the loss is computed in {split.pieces} pieces of what begins at {', '.join(dict.fromkeys(runs))}, "

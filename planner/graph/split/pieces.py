@@ -103,28 +103,39 @@ def _copied(joint: GraphModule) -> GraphModule:
 
 
 def _divide_means(joint: GraphModule) -> None:
-    """Let a mean of negative log likelihoods be their sum, divided by what it was divided by."""
+    """Let a mean of negative log likelihoods be their sum, divided by the sum of their weights, and that be
+    computed of the targets alone, where each has a weight of one."""
     graph = joint.graph
     for node in graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default):
-        if node.args[3] != 1:
-            continue
-        node.args = (*node.args[:3], 2, *node.args[4:])
-        for one in list(node.users):
-            if one.args[1] == 0:
-                emit = _Emitter(graph, one.next, "is_forward")
-                total = emit.call(node, operator.getitem, (node, 1))
-                mean = emit.call(one, aten.div.Tensor, (one, total))
-                one.replace_all_uses_with(mean, delete_user_cb=lambda user, mean=mean: user is not mean)
+        _, target, weight, reduction, ignored = node.args
+        results = {user.args[1]: user for user in node.users}
+        after = node.next
+        while after in results.values():
+            after = after.next
+        emit = _Emitter(graph, after, "is_forward")
+        total = results.get(1)
+        if total is not None and weight is None and reduction != 0:
+            counted = emit.call(node, aten.ne.Scalar, (target, ignored))
+            kwargs = {"dtype": total.meta["val"].dtype}
+            count = emit.call(node, aten.sum.dim_IntList, (counted, [0]), kwargs)
+            total.replace_all_uses_with(count)
+            total = count
+        if reduction == 1:
+            node.args = (*node.args[:3], 2, ignored)
+            total = total or emit.call(node, operator.getitem, (node, 1))
+            mean = emit.call(node, aten.div.Tensor, (results[0], total))
+            results[0].replace_all_uses_with(mean, delete_user_cb=lambda user, mean=mean: user is not mean)
     for node in graph.find_nodes(op="call_function", target=aten.nll_loss_backward.default):
         gradient, *between, reduction, ignored, total = node.args
-        if reduction != 1:
-            continue
         emit = _Emitter(graph, node, "is_backward")
-        # Where all rows are ignored their gradients are zeros, not 0 / 0.
-        none = emit.call(node, aten.eq.Scalar, (total, 0))
-        count = emit.call(node, aten.masked_fill.Scalar, (total, none, 1))
-        each = emit.call(node, aten.div.Tensor, (gradient, count))
-        node.args = (each, *between, 2, ignored, each)
+        if reduction == 1:
+            # Where all rows are ignored their gradients are zeros, not 0 / 0.
+            none = emit.call(node, aten.eq.Scalar, (total, 0))
+            count = emit.call(node, aten.masked_fill.Scalar, (total, none, 1))
+            gradient = emit.call(node, aten.div.Tensor, (gradient, count))
+        value = total.meta["val"]
+        unused = emit.call(node, aten.full.default, ([], 1.0), {"dtype": value.dtype, "device": value.device})
+        node.args = (gradient, *between, 2 if reduction == 1 else reduction, ignored, unused)
 
 
 class _Emitter:
@@ -165,7 +176,9 @@ def _called(node: Node, like: Any) -> Any:
 
 def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
     for value in values:
-        yield from (v for v in (value if isinstance(value, tuple | list) else (value,)) if isinstance(v, torch.Tensor))
+        yield from (
+            v for v in (value if isinstance(value, tuple | list) else (value,)) if isinstance(v, torch.Tensor)
+        )
 
 
 class _Pieces:
@@ -179,7 +192,10 @@ class _Pieces:
         self._backward = aot_metadata.backward_calls(self._graph)
         self._of_gradients = _reached(self._graph)
         steps = run.steps
-        self._halves = [n for n in steps if n not in self._backward], [n for n in steps if n in self._backward]
+        self._halves = (
+            [n for n in steps if n not in self._backward],
+            [n for n in steps if n in self._backward],
+        )
         self._totals: dict[Node, Node] = {}  # what stands for sums over rows, and rows of products
         self._parts: dict[Node, list[Node]] = {}  # rows of products, piece by piece
         self._partial: dict[Node, Node] = {}  # sums over the rows of the pieces so far
@@ -195,7 +211,12 @@ class _Pieces:
         early = self._split.form == "forward"
         gradient = self._one_gradient() if early else None
         read = forward if gradient is None else [*forward, *backward]
-        emit = _Emitter(self._graph, self._begin(forward, [n for n in self._operands(read) if n not in self._backward]), "is_forward", early)
+        emit = _Emitter(
+            self._graph,
+            self._begin(forward, [n for n in self._operands(read) if n not in self._backward]),
+            "is_forward",
+            early,
+        )
         one = None
         if gradient is not None:
             value = gradient.meta["val"]
@@ -259,18 +280,17 @@ class _Pieces:
 
     def _one_gradient(self) -> Node:
         """The number that all gradients of the run are multiples of."""
-        found = set[Node]()
         _, backward = self._halves
-        for node in self._operands(backward):
-            if node in self._of_gradients:
-                while node.target in _VIEWS and node.args[0] in self._of_gradients:
-                    node = node.args[0]  # type: ignore[assignment]
-                found.add(node)
+        found = {n for n in self._operands(backward) if n in self._of_gradients}
+        while len(found) > 1 or any(n.meta["val"].numel() > 1 for n in found):
+            last = max(found, key=self._place.__getitem__)
+            before = [n for n in last.all_input_nodes if n in self._of_gradients]
+            if len(before) != 1 or before[0].meta["val"].numel() != 1 and last.target not in _VIEWS:
+                raise CaptureError(_NOT_EARLY)
+            found = {*found - {last}, *before}
         half = any(t.dtype is torch.float16 for t in _tensors(n.meta.get("val") for n in self._run.steps))
-        sums = {n for n, s in self._run.steps.items() if s.kind in ("sum", "mean")}
-        reads_sums = any(not sums.isdisjoint(n.all_input_nodes) for n in backward)
-        (gradient,) = found if len(found) == 1 else (None,)
-        if gradient is None or gradient.meta["val"].numel() != 1 or half or reads_sums:
+        (gradient,) = found if found else (None,)
+        if gradient is None or half:
             raise CaptureError(_NOT_EARLY)
         return gradient
 
@@ -372,7 +392,11 @@ class _Pieces:
 
 def _reached(graph: FxGraph) -> set[Node]:
     """What is computed of the gradients that arrive."""
-    found = {n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta.get("desc"), aot_metadata.TangentAOTInput)}
+    found = {
+        n
+        for n in graph.find_nodes(op="placeholder")
+        if isinstance(n.meta.get("desc"), aot_metadata.TangentAOTInput)
+    }
     for node in graph.nodes:
         if not found.isdisjoint(node.all_input_nodes) and node.op == "call_function":
             found.add(node)

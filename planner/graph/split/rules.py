@@ -7,7 +7,7 @@ logits of (batch, sequence, vocabulary). In a piece they are one dimension.
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -189,46 +189,44 @@ def _sliced(node: Node, known: Known) -> Piecewise | None:
 
 
 def _pointwise(node: Node, known: Known) -> Piecewise | None:
-    shape, found = shape_of(node), None
-    tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    if len(tensors) != len(node.all_input_nodes):
-        return None
-    for operand in tensors:
+    shape, found = shape_of(node), set[Rows]()
+    for operand in node.all_input_nodes:
         if operand in known.rows:
             rows, more = known.rows[operand], len(shape) - len(shape_of(operand))
-            here = Rows(rows.start + more, rows.end + more)
-            if found not in (None, here) or shape[here.start : here.end] != shape_of(operand)[slice(*rows)]:
-                return None
-            found = here
-    assert found is not None
-    operands = {}
-    for operand in tensors:
-        if operand in known.rows:
-            continue
+            found.add(Rows(rows.start + more, rows.end + more))
+    return _pointwise_of(node, *found) if len(found) == 1 else None
+
+
+def _pointwise_of(node: Node, rows: Rows) -> Piecewise | None:
+    shape, operands = shape_of(node), {}
+    for operand in node.all_input_nodes:
+        if not isinstance(operand.meta.get("val"), torch.Tensor):
+            return None
         more, sizes = len(shape) - len(shape_of(operand)), shape_of(operand)
-        if more >= found.end:
+        if more >= rows.end:
             continue
-        beside = sizes[max(found.start - more, 0) : found.end - more]
-        if beside == shape[found.start : found.end]:
-            operands[operand] = Rows(found.start - more, found.end - more)
+        beside = sizes[max(rows.start - more, 0) : rows.end - more]
+        if beside == shape[rows.start : rows.end]:
+            operands[operand] = Rows(rows.start - more, rows.end - more)
         elif any(size != 1 for size in beside) or len(beside) > 1:
             return None
-    return Piecewise("rows", found, _as_they_are(node), node.target, operands, node.kwargs)
+    return Piecewise("rows", rows, _as_they_are(node), node.target, operands, node.kwargs)
 
 
 def _along_a_dimension(node: Node, known: Known) -> Piecewise | None:
     """Softmax over a dimension that has no rows, and its backward."""
     place = 1 if node.target in (aten._log_softmax.default, aten._softmax.default) else 2
     tensors = node.args[:place]
-    found = {known.rows.get(n) for n in tensors}  # type: ignore[arg-type]
-    if len(found) != 1 or None in found:
+    found = {known.rows[n] for n in tensors if n in known.rows}  # type: ignore[index, operator]
+    (rows,) = found if len(found) == 1 else (None,)
+    if rows is None:
         return None
-    (rows,) = found
-    assert rows is not None
     dim = node.args[place] % len(shape_of(node))  # type: ignore[operator]
     if rows.start <= dim < rows.end:
         return None
-    return _in_rows(node, rows, lambda _n: (*tensors, rows.dim(dim), *node.args[place + 1 :]))
+    operands = {n: rows for n in tensors if n not in known.rows}  # type: ignore[operator]
+    args = lambda _n: (*tensors, rows.dim(dim), *node.args[place + 1 :])  # noqa: E731
+    return Piecewise("rows", rows, args, node.target, operands, node.kwargs)  # type: ignore[arg-type]
 
 
 def _reduced(node: Node, known: Known) -> Piecewise | None:
@@ -242,12 +240,18 @@ def _reduced(node: Node, known: Known) -> Piecewise | None:
     if not over:
         fewer = 0 if keep else sum(d < rows.start for d in dims)
         found = Rows(rows.start - fewer, rows.end - fewer)
-        return _in_rows(node, found, lambda _n: (source, _like(named, [rows.dim(d) for d in sorted(dims)]), *node.args[2:]))
+        return _in_rows(
+            node,
+            found,
+            lambda _n: (source, _like(named, [rows.dim(d) for d in sorted(dims)]), *node.args[2:]),
+        )
     if len(over) != rows.end - rows.start:
         return None
     left = sorted({rows.dim(d) if d not in over else rows.start for d in dims})
     if node.target in (aten.sum.dim_IntList, aten.sum.default):
-        return Piecewise("sum", None, lambda _n: (source, left, keep), aten.sum.dim_IntList, kwargs=node.kwargs)
+        return Piecewise(
+            "sum", None, lambda _n: (source, left, keep), aten.sum.dim_IntList, kwargs=node.kwargs
+        )
     if node.target in (aten.mean.dim, aten.mean.default) and not node.kwargs:
         count = math.prod(shape[d] for d in dims)
         return Piecewise("mean", None, lambda _n: (source, left, keep), aten.sum.dim_IntList, count=count)
@@ -259,19 +263,61 @@ def _like(given: Any, dims: list[int]) -> Any:
 
 
 def _gathered(node: Node, known: Known) -> Piecewise | None:
+    found = {known.rows[n] for n in node.all_input_nodes if n in known.rows}
+    return _gathered_of(node, *found) if len(found) == 1 else None
+
+
+def _gathered_of(node: Node, rows: Rows) -> Piecewise | None:
     """What reads, or writes, at indices along a dimension that has no rows."""
-    rank = len(shape_of(node))
-    dim = node.args[1] % rank  # type: ignore[operator]
-    tensors = [n for n in (node.args[0], *node.args[2:]) if isinstance(n, Node)]
-    found = {known.rows[n] for n in tensors if n in known.rows}
-    (rows,) = found if len(found) == 1 else (None,)
-    if rows is None or rows.start <= dim < rows.end:
+    shape = shape_of(node)
+    dim = node.args[1] % len(shape)  # type: ignore[operator]
+    if rows.start <= dim < rows.end:
         return None
-    if any(shape_of(n)[slice(*rows)] != shape_of(node)[slice(*rows)] or len(shape_of(n)) != rank for n in tensors):
-        return None
-    operands = {n: rows for n in tensors if n not in known.rows}
+    for operand in node.all_input_nodes:
+        sizes = shape_of(operand)
+        if len(sizes) != len(shape) or sizes[slice(*rows)] != shape[slice(*rows)]:
+            return None
+    operands = dict.fromkeys(node.all_input_nodes, rows)
     args = lambda _n: (node.args[0], rows.dim(dim), *node.args[2:])  # noqa: E731
     return Piecewise("rows", rows, args, node.target, operands, node.kwargs)
+
+
+# ---- what a run reads from outside, computed for some rows too -----------------------------------------
+
+
+def computed_for(node: Node, rows: Rows) -> Piecewise | None:
+    """How an operand from outside of a run, of which it reads the rows, is computed for some of them; None where
+    it cannot be."""
+    target, shape = node.target, shape_of(node)
+    if target in _FILLED:
+        value = node.meta["val"]
+        kwargs = {"dtype": value.dtype, "device": value.device}
+        number = _FILLED[target](node)
+        args = lambda n: (rows.sizes(shape, n), number)  # noqa: E731
+        return Piecewise("rows", rows, args, aten.full.default, kwargs=kwargs)
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node) or not isinstance(source.meta.get("val"), torch.Tensor):
+        return None
+    if target in _GATHERED:
+        return _gathered_of(node, rows)
+    if target is aten.expand.default:
+        made = _pointwise_of(node, rows)
+        return made and replace(made, args=lambda n: (source, rows.sizes(shape, n)))
+    if target in _SAME or target in _VIEWED:
+        before, after = math.prod(shape[: rows.start]), math.prod(shape[rows.end :])
+        count = math.prod(shape[slice(*rows)])
+        found = Known(count, {}).placed(shape_of(source), before, after)
+        if found is None:
+            return None
+        args = _as_they_are(node) if target in _SAME else lambda n: (source, rows.sizes(shape, n))
+        if target not in _SAME:
+            target = aten.view.default
+        return Piecewise(
+            "rows", rows, args, target, {source: found}, {} if target is aten.view.default else node.kwargs
+        )
+    if torch.Tag.pointwise in getattr(target, "tags", ()):
+        return _pointwise_of(node, rows)
+    return None
 
 
 # ---- products ------------------------------------------------------------------------------------------
@@ -324,12 +370,27 @@ def _nll_backward(node: Node, known: Known) -> Piecewise | None:
     return Piecewise("rows", Rows(0, 1), _as_they_are(node), node.target, operands)  # type: ignore[arg-type]
 
 
+_GATHERED = (aten.gather.default, aten.scatter_add.default, aten.scatter.value, aten.scatter.src)
+
+_SAME = (aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default)
+
+_LIKE = (aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default)
+
+_VIEWED = (
+    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
+    *(aten.unsqueeze.default, aten.squeeze.dim),
+)
+
+_FILLED: dict[Any, Callable[[Node], Any]] = {
+    **dict.fromkeys((aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default), lambda _node: 0),
+    **dict.fromkeys((aten.ones.default, aten.new_ones.default, aten.ones_like.default), lambda _node: 1),
+    aten.full.default: lambda node: node.args[1],
+}
+"""What makes tensors of one number, and which number."""
+
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view),
-    **dict.fromkeys(
-        (aten.detach.default, aten.alias.default, aten.clone.default, aten.zeros_like.default,
-         aten.ones_like.default, aten.empty_like.default, aten._to_copy.default), _same
-    ),
+    **dict.fromkeys((*_SAME, *_LIKE), _same),
     **dict.fromkeys((aten.t.default, aten.transpose.int), _transposed),
     aten.unsqueeze.default: _unsqueezed,
     aten.squeeze.dim: _squeezed,
@@ -343,9 +404,7 @@ _RULES: dict[Any, Rule] = {
         (aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.amax.default,
          aten.amin.default, aten.logsumexp.default, aten.argmax.default), _reduced
     ),
-    **dict.fromkeys(
-        (aten.gather.default, aten.scatter_add.default, aten.scatter.value, aten.scatter.src), _gathered
-    ),
+    **dict.fromkeys(_GATHERED, _gathered),
     aten.mm.default: _product,
     aten.nll_loss_forward.default: _nll,
     operator.getitem: _one_of_several,

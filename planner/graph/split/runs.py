@@ -9,12 +9,12 @@ the hidden states). No run reaches as far as another product of the forward: the
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch.fx import GraphModule, Node
 
 from planner._torch.joint import aot_metadata
 from planner._torch.module_paths import module_of
-from planner.graph.split.rules import Known, Piecewise, begin, piecewise, product_of_rows
+from planner._torch.operators import uses_generator
+from planner.graph.split.rules import Known, Piecewise, begin, computed_for, piecewise, product_of_rows
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,7 @@ def _run_of(
             within.add(node)
             if step.rows is not None:
                 rows[node] = step.rows
+    _take_in(steps, min(n.meta["val"].numel() for n in begins))
     outputs = tuple(node for node in steps if node in returned and node in within)
     if within & gradients:
         raise _NoRunError(f"the rows of {_shown(nodes, begins)} are a gradient that the step leaves")
@@ -119,7 +120,31 @@ def _run_of(
         raise _NoRunError(f"no loss is computed of the rows of {_shown(nodes, begins)} in the forward")
     if not any(node in backward for node in steps):
         raise _NoRunError(f"the step differentiates nothing of {_shown(nodes, begins)}")
-    return Run(count, steps, begins, outputs)
+    place = {node: i for i, node in enumerate(nodes)}
+    return Run(count, {n: steps[n] for n in sorted(steps, key=place.__getitem__)}, begins, outputs)
+
+
+def _take_in(steps: dict[Node, Piecewise], many: int) -> None:
+    """Let a run compute what nothing but the run reads, and of which it reads rows: what has as many elements as
+    its products, and gradients, which begin as the loss's one gradient for every row.
+
+    Args:
+        steps: The run.
+        many: How many elements its smallest first product has.
+    """
+    tried = set[Node]()
+    while True:
+        found = {n: rows for step in steps.values() for n, rows in step.operands.items()}
+        waiting = [n for n in found if n not in steps and n not in tried and steps.keys() >= n.users.keys()]
+        if not waiting:
+            return
+        for node in waiting:
+            tried.add(node)
+            large = node.meta["val"].numel() >= many or node.meta.get("partitioner_tag") == "is_backward"
+            if node.op == "call_function" and large and not uses_generator(node.target):
+                made = computed_for(node, found[node])
+                if made is not None:
+                    steps[node] = made
 
 
 def _shown(nodes: Sequence[Node], begins: tuple[Node, ...]) -> str:
