@@ -4,13 +4,14 @@ A traced graph computes every result in memory of its own. Where an operand of t
 type is read for the last time, its memory serves as well: the bits are the same, and less is allocated. The
 autograd engine does so where it adds up gradients.
 
-In the backward, and of what never runs again, the order of the operations is fixed, so that the last reader of a value is known. A value of
-the forward may be computed again: there an operand is overwritten only if nothing but that one operation
-reads it, and the two are run again together. The result and its operand are then one value to a solver. What
-else the operation reads must then be there when the operand is computed, so that it may only be what that
-reads too, inputs, and what was made before and is small or costs no memory: while it is computed again, what
-the operand is computed of waits in the place of the operand, and is no larger; and both together are no more
-than operand and result were beside it. So a residual is added into the result of a batch normalisation.
+In the backward, and of what never runs again, the order of the operations is fixed, so that the last reader
+of a value is known. A value of the forward may be computed again: there an operand is overwritten only if
+nothing but that one operation reads it, and the two are run again together. The result and its operand are
+then one value to a solver. What else the operation reads must then be there when the operand is computed, so
+that it may only be what that reads too, inputs, and what was made before and is small or costs no memory:
+while it is computed again, what the operand is computed of waits in the place of the operand, and is no
+larger; and both together are no more than operand and result were beside it. So a residual is added into the
+result of a batch normalisation.
 """
 
 import operator

@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple, Self
 from planner._torch.joint.memory_layout import MemoryLayout
 from planner.planfile.graph_record import GraphRecord
 
-
 SplitForm = Literal["forward", "backward"]
 """Where the gradients of pieces are computed, see :mod:`planner.graph.split.pieces`."""
 

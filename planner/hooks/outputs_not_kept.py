@@ -1,4 +1,4 @@
-"""Results of a forward that a plan does without: what is there in their place says so to who asks for data."""
+"""Results of a forward that a plan does without: what is in their place says so to who asks for data."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -49,6 +49,6 @@ class OutputsNotKept(GraphHook):
         return replaced
 
 
-def hook(context: HookContext) -> GraphHook:
+def hook(context: HookContext) -> GraphHook:  # noqa: ARG001
     """The hook of one graph."""
     return OutputsNotKept()

@@ -20,8 +20,8 @@ def check_backend(options: PlanOptions) -> None:
         raise OptionError("in_flight=: expected none with parallel=; a stage of a pipeline is one process's")
     if options.split != "none" and options.backend not in ("auto", "eager"):
         raise OptionError(
-            f"split={options.split!r}: expected 'none' with backend={options.backend!r}; pieces are of graphs: "
-            "leave backend= out"
+            f"split={options.split!r}: expected 'none' with backend={options.backend!r}; pieces are of "
+            "graphs: leave backend= out"
         )
     if options.backend != "inductor":
         if options.backend_options:

@@ -93,7 +93,7 @@ def _is_slow(plan: PlanRecord) -> bool:
 
 
 def _pieces(prepared: Prepared) -> tuple[int, int]:
-    """How many pieces are so small that the step as a whole hardly takes more for them, and how many at most."""
+    """How many pieces are so small that the step hardly takes more for them, and how many at most."""
     enough = most = 2
     for graph in prepared.captured.graphs:
         if graph.joint is None:
@@ -142,8 +142,8 @@ def _split_graph(prepared: Prepared, graph: CapturedGraph, split: Split) -> Capt
         if prepared.step.outputs != "dropped" or positions.get(place) not in graph.spec.unused_outputs:
             shape = "x".join(map(str, value.shape))
             raise CaptureError(
-                f"split='loss': the module returns a result of {shape} of which the loss is computed, and the "
-                "training loop may use it. Where it uses nothing but the loss, as in "
+                f"split='loss': the module returns a result of {shape} of which the loss is computed, and "
+                "the training loop may use it. Where it uses nothing but the loss, as in "
                 "model(...).loss.backward(), plan with outputs='dropped'; else with split='none'"
             )
     reading = read_joint(made, joint.forward_outputs)

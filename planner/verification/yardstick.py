@@ -1,8 +1,8 @@
-"""How far a step that rounds differently may be from an exact one: as far as unplanned ones are, some times.
+"""How far a step that rounds differently may be from an exact one: some times as far as unplanned ones are.
 
-Inductor fuses operations and rounds differently from eager, with a plan and without; a loss in pieces adds up in
-another order. So equality cannot be asked for; what is compared is the distance from the same step in double
-precision.
+Inductor fuses operations and rounds differently from eager, with a plan and without; a loss in pieces adds up
+in another order. So equality cannot be asked for; what is compared is the distance from the same step in
+double precision.
 """
 
 import contextlib

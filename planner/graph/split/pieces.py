@@ -88,8 +88,8 @@ def splittable(joint: GraphModule, forward_outputs: int) -> tuple[GraphModule, l
     runs, why = find_runs(copied, forward_outputs)
     if not runs:
         raise CaptureError(
-            f"split='loss': nothing that ends in the loss can be computed in pieces of rows: {why}. Plan with "
-            "split='none'"
+            f"split='loss': nothing that ends in the loss can be computed in pieces of rows: {why}. Plan "
+            "with split='none'"
         )
     return copied, runs
 
@@ -265,8 +265,8 @@ class _Pieces:
         return [n for step in steps for n in step.all_input_nodes if n not in self._run.steps]
 
     def _begin(self, steps: Sequence[Node], operands: Sequence[Node]) -> Node:
-        """The node that pieces come before: what follows all that they read, or the first of them, where what is
-        computed of them is read before. Then what they read is computed there."""
+        """The node that pieces come before: what follows all that they read, or the first of them, where what
+        is computed of them is read before. Then what they read is computed there."""
         first = min(steps, key=self._place.__getitem__)
         last = max((*operands, first.prev), key=lambda n: self._place.get(n, -1))
         if self._place.get(last, -1) < self._place[first]:
@@ -285,7 +285,7 @@ class _Pieces:
         while len(found) > 1 or any(n.meta["val"].numel() > 1 for n in found):
             last = max(found, key=self._place.__getitem__)
             before = [n for n in last.all_input_nodes if n in self._of_gradients]
-            if len(before) != 1 or before[0].meta["val"].numel() != 1 and last.target not in _VIEWS:
+            if len(before) != 1 or (before[0].meta["val"].numel() != 1 and last.target not in _VIEWS):
                 raise CaptureError(_NOT_EARLY)
             found = {*found - {last}, *before}
         half = any(t.dtype is torch.float16 for t in _tensors(n.meta.get("val") for n in self._run.steps))

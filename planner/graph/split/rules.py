@@ -65,11 +65,11 @@ class Known(NamedTuple):
     """What is known of a run so far.
 
     Attributes:
-        count: How many rows it has.
+        size: How many rows it has.
         rows: Where the rows are of its values.
     """
 
-    count: int
+    size: int
     rows: Mapping[Node, Rows]
 
     def placed(self, shape: Sequence[int], before: int, after: int) -> Rows | None:
@@ -78,15 +78,20 @@ class Known(NamedTuple):
         while start < len(shape) and (seen < before or shape[start] == 1):
             seen *= shape[start]
             start += 1
-        end, size = start, 1
-        while end < len(shape) and size < self.count:
-            size *= shape[end]
+        end, rows = start, 1
+        while end < len(shape) and rows < self.size:
+            rows *= shape[end]
             end += 1
-        fits = seen == before and size == self.count and math.prod(shape[end:]) == after
+        fits = seen == before and rows == self.size and math.prod(shape[end:]) == after
         return Rows(start, end) if fits else None
 
 
 Rule = Callable[[Node, Known], Piecewise | None]
+
+
+def given(node: Node) -> Any:
+    """The arguments of a node, of whatever types they are."""
+    return node.args
 
 
 def shape_of(node: Node) -> tuple[int, ...]:
@@ -104,8 +109,9 @@ def piecewise(node: Node, known: Known) -> Piecewise | None:
 
 def product_of_rows(node: Node) -> Known | None:
     """What is known of a run that begins with a product of rows and a weight; None for all else."""
-    position = {aten.mm.default: 0, aten.addmm.default: 1}.get(node.target)
-    if position is None or not isinstance(node.meta.get("val"), torch.Tensor):
+    if node.target not in (aten.mm.default, aten.addmm.default) or not isinstance(
+        node.meta.get("val"), torch.Tensor
+    ):
         return None
     count = shape_of(node)[0]
     return Known(count, {node: Rows(0, 1)}) if isinstance(count, int) and count > 1 else None
@@ -113,13 +119,13 @@ def product_of_rows(node: Node) -> Known | None:
 
 def begin(node: Node) -> Piecewise:
     """How the first product of a run is computed for some rows."""
-    factor = node.args[0 if node.target is aten.mm.default else 1]
+    factor = given(node)[0 if node.target is aten.mm.default else 1]
     assert isinstance(factor, Node)
     return Piecewise("rows", Rows(0, 1), _as_they_are(node), node.target, {factor: Rows(0, 1)}, node.kwargs)
 
 
 def _as_they_are(node: Node) -> Callable[[int], tuple[Any, ...]]:
-    return lambda _rows: tuple(node.args)
+    return lambda _rows: tuple(given(node))
 
 
 def _in_rows(node: Node, rows: Rows, args: Callable[[int], tuple[Any, ...]] | None = None) -> Piecewise:
@@ -130,8 +136,8 @@ def _in_rows(node: Node, rows: Rows, args: Callable[[int], tuple[Any, ...]] | No
 
 
 def _view(node: Node, known: Known) -> Piecewise | None:
-    source, shape = node.args[0], shape_of(node)
-    rows, before = known.rows[source], shape_of(source)  # type: ignore[index, arg-type]
+    source, shape = given(node)[0], shape_of(node)
+    rows, before = known.rows[source], shape_of(source)
     found = known.placed(shape, math.prod(before[: rows.start]), math.prod(before[rows.end :]))
     if found is None:
         return None
@@ -139,13 +145,13 @@ def _view(node: Node, known: Known) -> Piecewise | None:
 
 
 def _same(node: Node, known: Known) -> Piecewise | None:
-    return _in_rows(node, known.rows[node.args[0]])  # type: ignore[index]
+    return _in_rows(node, known.rows[given(node)[0]])
 
 
 def _transposed(node: Node, known: Known) -> Piecewise | None:
-    source = node.args[0]
-    rows, rank = known.rows[source], len(shape_of(node))  # type: ignore[index]
-    first, second = (d % rank for d in node.args[1:]) if len(node.args) == 3 else (0, rank - 1)  # type: ignore[operator, misc]
+    source = given(node)[0]
+    rows, rank = known.rows[source], len(shape_of(node))
+    first, second = (d % rank for d in given(node)[1:]) if len(given(node)) == 3 else (0, rank - 1)
     if rank < 2 or rows.end - rows.start != 1:
         return None
     start = {first: second, second: first}.get(rows.start, rows.start)
@@ -153,36 +159,36 @@ def _transposed(node: Node, known: Known) -> Piecewise | None:
 
 
 def _unsqueezed(node: Node, known: Known) -> Piecewise | None:
-    rows, dim = known.rows[node.args[0]], node.args[1] % len(shape_of(node))  # type: ignore[index, operator]
+    rows, dim = known.rows[given(node)[0]], given(node)[1] % len(shape_of(node))
     if rows.start < dim < rows.end:
         return None
     found = rows if dim >= rows.end else Rows(rows.start + 1, rows.end + 1)
-    return _in_rows(node, found, lambda _n: (node.args[0], found.dim(dim)))
+    return _in_rows(node, found, lambda _n: (given(node)[0], found.dim(dim)))
 
 
 def _squeezed(node: Node, known: Known) -> Piecewise | None:
-    source = node.args[0]
-    rows, rank = known.rows[source], len(shape_of(source))  # type: ignore[index, arg-type]
-    dim = node.args[1] % rank  # type: ignore[operator]
-    if rows.start <= dim < rows.end or shape_of(source)[dim] != 1:  # type: ignore[arg-type]
+    source = given(node)[0]
+    rows, rank = known.rows[source], len(shape_of(source))
+    dim = given(node)[1] % rank
+    if rows.start <= dim < rows.end or shape_of(source)[dim] != 1:
         return None
     found = rows if dim >= rows.end else Rows(rows.start - 1, rows.end - 1)
     return _in_rows(node, found, lambda _n: (source, rows.dim(dim)))
 
 
 def _expanded(node: Node, known: Known) -> Piecewise | None:
-    source, shape = node.args[0], shape_of(node)
-    rows, more = known.rows[source], len(shape) - len(shape_of(source))  # type: ignore[index, arg-type]
+    source, shape = given(node)[0], shape_of(node)
+    rows, more = known.rows[source], len(shape) - len(shape_of(source))
     found = Rows(rows.start + more, rows.end + more)
     return _in_rows(node, found, lambda n: (source, found.sizes(shape, n)))
 
 
 def _sliced(node: Node, known: Known) -> Piecewise | None:
-    source, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
-    rows, dim = known.rows[source], dim % len(shape_of(source))  # type: ignore[index, operator, arg-type]
+    source, dim = given(node)[0], given(node)[1] if len(given(node)) > 1 else 0
+    rows, dim = known.rows[source], dim % len(shape_of(source))
     if rows.start <= dim < rows.end:
         return None
-    return _in_rows(node, rows, lambda _n: (source, rows.dim(dim), *node.args[2:]))
+    return _in_rows(node, rows, lambda _n: (source, rows.dim(dim), *given(node)[2:]))
 
 
 # ---- element by element, and along other dimensions ----------------------------------------------------
@@ -216,26 +222,29 @@ def _pointwise_of(node: Node, rows: Rows) -> Piecewise | None:
 def _along_a_dimension(node: Node, known: Known) -> Piecewise | None:
     """Softmax over a dimension that has no rows, and its backward."""
     place = 1 if node.target in (aten._log_softmax.default, aten._softmax.default) else 2
-    tensors = node.args[:place]
-    found = {known.rows[n] for n in tensors if n in known.rows}  # type: ignore[index, operator]
+    tensors = given(node)[:place]
+    found = {known.rows[n] for n in tensors if n in known.rows}
     (rows,) = found if len(found) == 1 else (None,)
     if rows is None:
         return None
-    dim = node.args[place] % len(shape_of(node))  # type: ignore[operator]
+    dim = given(node)[place] % len(shape_of(node))
     if rows.start <= dim < rows.end:
         return None
-    operands = {n: rows for n in tensors if n not in known.rows}  # type: ignore[operator]
-    args = lambda _n: (*tensors, rows.dim(dim), *node.args[place + 1 :])  # noqa: E731
-    return Piecewise("rows", rows, args, node.target, operands, node.kwargs)  # type: ignore[arg-type]
+    operands = {n: rows for n in tensors if n not in known.rows}
+
+    def args(_n: int) -> tuple[Any, ...]:
+        return *tensors, rows.dim(dim), *given(node)[place + 1 :]
+
+    return Piecewise("rows", rows, args, node.target, operands, node.kwargs)
 
 
 def _reduced(node: Node, known: Known) -> Piecewise | None:
-    source = node.args[0]
-    rows, shape = known.rows[source], shape_of(source)  # type: ignore[index, arg-type]
-    named = node.args[1] if len(node.args) > 1 else None
-    given = [named] if isinstance(named, int) else (named or range(len(shape)))
-    dims = {d % len(shape) for d in given}  # type: ignore[union-attr]
-    keep = bool(node.args[2]) if len(node.args) > 2 else False
+    source = given(node)[0]
+    rows, shape = known.rows[source], shape_of(source)
+    named = given(node)[1] if len(given(node)) > 1 else None
+    listed = [named] if isinstance(named, int) else (named or range(len(shape)))
+    dims = {d % len(shape) for d in listed}
+    keep = bool(given(node)[2]) if len(given(node)) > 2 else False
     over = dims & {*range(*rows)}
     if not over:
         fewer = 0 if keep else sum(d < rows.start for d in dims)
@@ -243,7 +252,7 @@ def _reduced(node: Node, known: Known) -> Piecewise | None:
         return _in_rows(
             node,
             found,
-            lambda _n: (source, _like(named, [rows.dim(d) for d in sorted(dims)]), *node.args[2:]),
+            lambda _n: (source, _like(named, [rows.dim(d) for d in sorted(dims)]), *given(node)[2:]),
         )
     if len(over) != rows.end - rows.start:
         return None
@@ -258,8 +267,8 @@ def _reduced(node: Node, known: Known) -> Piecewise | None:
     return None
 
 
-def _like(given: Any, dims: list[int]) -> Any:
-    return dims[0] if isinstance(given, int) else dims
+def _like(named: Any, dims: list[int]) -> Any:
+    return dims[0] if isinstance(named, int) else dims
 
 
 def _gathered(node: Node, known: Known) -> Piecewise | None:
@@ -270,7 +279,7 @@ def _gathered(node: Node, known: Known) -> Piecewise | None:
 def _gathered_of(node: Node, rows: Rows) -> Piecewise | None:
     """What reads, or writes, at indices along a dimension that has no rows."""
     shape = shape_of(node)
-    dim = node.args[1] % len(shape)  # type: ignore[operator]
+    dim = given(node)[1] % len(shape)
     if rows.start <= dim < rows.end:
         return None
     for operand in node.all_input_nodes:
@@ -278,7 +287,10 @@ def _gathered_of(node: Node, rows: Rows) -> Piecewise | None:
         if len(sizes) != len(shape) or sizes[slice(*rows)] != shape[slice(*rows)]:
             return None
     operands = dict.fromkeys(node.all_input_nodes, rows)
-    args = lambda _n: (node.args[0], rows.dim(dim), *node.args[2:])  # noqa: E731
+
+    def args(_n: int) -> tuple[Any, ...]:
+        return given(node)[0], rows.dim(dim), *given(node)[2:]
+
     return Piecewise("rows", rows, args, node.target, operands, node.kwargs)
 
 
@@ -286,35 +298,36 @@ def _gathered_of(node: Node, rows: Rows) -> Piecewise | None:
 
 
 def computed_for(node: Node, rows: Rows) -> Piecewise | None:
-    """How an operand from outside of a run, of which it reads the rows, is computed for some of them; None where
-    it cannot be."""
+    """How an operand from outside of a run, of which it reads the rows, is computed for some of them; None
+    where it cannot be."""
     target, shape = node.target, shape_of(node)
+
+    def in_shape(source: Any) -> Callable[[int], tuple[Any, ...]]:
+        return lambda n: (source, rows.sizes(shape, n))
+
     if target in _FILLED:
-        value = node.meta["val"]
+        value, number = node.meta["val"], _FILLED[target](node)
         kwargs = {"dtype": value.dtype, "device": value.device}
-        number = _FILLED[target](node)
-        args = lambda n: (rows.sizes(shape, n), number)  # noqa: E731
-        return Piecewise("rows", rows, args, aten.full.default, kwargs=kwargs)
-    source = node.args[0] if node.args else None
+        return Piecewise(
+            "rows", rows, lambda n: (rows.sizes(shape, n), number), aten.full.default, kwargs=kwargs
+        )
+    source = given(node)[0] if given(node) else None
     if not isinstance(source, Node) or not isinstance(source.meta.get("val"), torch.Tensor):
         return None
     if target in _GATHERED:
         return _gathered_of(node, rows)
     if target is aten.expand.default:
         made = _pointwise_of(node, rows)
-        return made and replace(made, args=lambda n: (source, rows.sizes(shape, n)))
+        return made and replace(made, args=in_shape(source))
     if target in _SAME or target in _VIEWED:
+        known = Known(math.prod(shape[slice(*rows)]), {})
         before, after = math.prod(shape[: rows.start]), math.prod(shape[rows.end :])
-        count = math.prod(shape[slice(*rows)])
-        found = Known(count, {}).placed(shape_of(source), before, after)
+        found = known.placed(shape_of(source), before, after)
         if found is None:
             return None
-        args = _as_they_are(node) if target in _SAME else lambda n: (source, rows.sizes(shape, n))
-        if target not in _SAME:
-            target = aten.view.default
-        return Piecewise(
-            "rows", rows, args, target, {source: found}, {} if target is aten.view.default else node.kwargs
-        )
+        if target in _SAME:
+            return Piecewise("rows", rows, _as_they_are(node), target, {source: found}, node.kwargs)
+        return Piecewise("rows", rows, in_shape(source), aten.view.default, {source: found})
     if torch.Tag.pointwise in getattr(target, "tags", ()):
         return _pointwise_of(node, rows)
     return None
@@ -324,14 +337,14 @@ def computed_for(node: Node, rows: Rows) -> Piecewise | None:
 
 
 def _product(node: Node, known: Known) -> Piecewise | None:
-    first, second = node.args
-    rows = [known.rows.get(n) for n in (first, second)]  # type: ignore[arg-type]
+    first, second = given(node)
+    rows = [known.rows.get(n) for n in (first, second)]
     contracted = [rows[0] == Rows(1, 2), rows[1] == Rows(0, 1)]
     if any(contracted):
         if not all(c or r is None for c, r in zip(contracted, rows, strict=True)):
             return None
         operands = {n: Rows(1 - i, 2 - i) for i, n in enumerate((first, second)) if rows[i] is None}
-        return Piecewise("sum", None, _as_they_are(node), node.target, operands, added=True)  # type: ignore[arg-type]
+        return Piecewise("sum", None, _as_they_are(node), node.target, operands, added=True)
     if rows == [Rows(0, 1), None] or rows == [None, Rows(1, 2)]:
         found = Rows(0, 1) if rows[1] is None else Rows(1, 2)
         return Piecewise("product", found, _as_they_are(node), node.target)
@@ -342,32 +355,32 @@ def _product(node: Node, known: Known) -> Piecewise | None:
 
 
 def _nll(node: Node, known: Known) -> Piecewise | None:
-    scores, target, weight, reduction, _ = node.args
-    if known.rows.get(scores) != Rows(0, 1) or len(shape_of(scores)) != 2:  # type: ignore[arg-type]
+    scores, target, weight, reduction, _ = given(node)
+    if known.rows.get(scores) != Rows(0, 1) or len(shape_of(scores)) != 2:
         return None
     if reduction == 1 or target in known.rows or weight in known.rows:
         return None
-    return Piecewise("several", None, _as_they_are(node), node.target, {target: Rows(0, 1)})  # type: ignore[dict-item]
+    return Piecewise("several", None, _as_they_are(node), node.target, {target: Rows(0, 1)})
 
 
-def _one_of_several(node: Node, known: Known) -> Piecewise | None:
-    call, position = node.args
+def _one_of_several(node: Node, known: Known) -> Piecewise | None:  # noqa: ARG001
+    call, position = given(node)
     if getattr(call, "target", None) is not aten.nll_loss_forward.default:
         return None
-    rows = Rows(0, 1) if call.args[3] == 0 and position == 0 else None  # type: ignore[union-attr]
+    rows = Rows(0, 1) if given(call)[3] == 0 and position == 0 else None
     return Piecewise("sum" if rows is None else "rows", rows, _as_they_are(node), operator.getitem)
 
 
 def _nll_backward(node: Node, known: Known) -> Piecewise | None:
-    gradient, scores, target, weight, reduction, _, total = node.args
-    if known.rows.get(scores) != Rows(0, 1) or len(shape_of(scores)) != 2:  # type: ignore[arg-type]
+    gradient, scores, target, weight, reduction, _, total = given(node)
+    if known.rows.get(scores) != Rows(0, 1) or len(shape_of(scores)) != 2:
         return None
     if reduction == 1 or any(n in known.rows for n in (target, weight, total)):
         return None
     operands = {target: Rows(0, 1)}
     if reduction == 0 and gradient not in known.rows:
         operands[gradient] = Rows(0, 1)
-    return Piecewise("rows", Rows(0, 1), _as_they_are(node), node.target, operands)  # type: ignore[arg-type]
+    return Piecewise("rows", Rows(0, 1), _as_they_are(node), node.target, operands)
 
 
 _GATHERED = (aten.gather.default, aten.scatter_add.default, aten.scatter.value, aten.scatter.src)
@@ -384,7 +397,7 @@ _VIEWED = (
 _FILLED: dict[Any, Callable[[Node], Any]] = {
     **dict.fromkeys((aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default), lambda _node: 0),
     **dict.fromkeys((aten.ones.default, aten.new_ones.default, aten.ones_like.default), lambda _node: 1),
-    aten.full.default: lambda node: node.args[1],
+    aten.full.default: lambda node: given(node)[1],
 }
 """What makes tensors of one number, and which number."""
 

@@ -1,9 +1,10 @@
 """Finding what of a joint graph can be computed in pieces: row-wise runs that end in the loss.
 
-A run begins with products of rows and a weight, as of hidden states and the weight of a language model's head.
-Everything that is computed of these, forward and backward, is computed row by row, until it ends: in sums over
-the rows (the loss, gradients of weights), or in rows that another product with a weight makes (the gradient of
-the hidden states). No run reaches as far as another product of the forward: then that begins the run.
+A run begins with products of rows and a weight, as of hidden states and the weight of a language model's
+head. Everything that is computed of these, forward and backward, is computed row by row, until it ends: in
+sums over the rows (the loss, gradients of weights), or in rows that another product with a weight makes (the
+gradient of the hidden states). No run reaches as far as another product of the forward: then that begins the
+run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +43,7 @@ class Run:
     def bytes(self) -> int:
         """Size of the largest of its values."""
         values = (n.meta["val"] for n, step in self.steps.items() if step.kind == "rows")
-        return max(v.numel() * v.element_size() for v in values)
+        return int(max(v.numel() * v.element_size() for v in values))
 
 
 class _NoRunError(Exception):
@@ -70,10 +71,10 @@ def find_runs(joint: GraphModule, forward_outputs: int) -> tuple[list[Run], str]
         if known is None or node in backward:
             continue
         try:
-            run = _run_of(nodes, (node,), known.count, backward, returned, gradients)
+            run = _run_of(nodes, (node,), known.size, backward, returned, gradients)
             while (other := _overlapping(found, run)) is not None:
                 begins = tuple(n for n in nodes if n in (*other.begins, *run.begins))
-                run = _run_of(nodes, begins, known.count, backward, returned, gradients)
+                run = _run_of(nodes, begins, known.size, backward, returned, gradients)
                 found.remove(other)
             found.append(run)
         except _NoRunError as error:
@@ -103,9 +104,9 @@ def _run_of(
         step = piecewise(node, known)
         where = f"{node.target} of {module_of(node) or 'the model'}"
         if step is None:
-            raise _NoRunError(f"{where} needs all rows of {_shown(nodes, begins)} at once")
+            raise _NoRunError(f"{where} needs all rows of {_shown(begins)} at once")
         if step.kind == "product" and node not in backward:
-            raise _NoRunError(f"{where} is another product of the rows of {_shown(nodes, begins)}")
+            raise _NoRunError(f"{where} is another product of the rows of {_shown(begins)}")
         steps[node] = step
         if step.kind in ("rows", "several"):
             within.add(node)
@@ -114,19 +115,19 @@ def _run_of(
     _take_in(steps, min(n.meta["val"].numel() for n in begins))
     outputs = tuple(node for node in steps if node in returned and node in within)
     if within & gradients:
-        raise _NoRunError(f"the rows of {_shown(nodes, begins)} are a gradient that the step leaves")
+        raise _NoRunError(f"the rows of {_shown(begins)} are a gradient that the step leaves")
     sums = [n for n, s in steps.items() if s.kind in ("sum", "mean")]
     if not any(n not in backward and n.meta["val"].is_floating_point() for n in sums):
-        raise _NoRunError(f"no loss is computed of the rows of {_shown(nodes, begins)} in the forward")
+        raise _NoRunError(f"no loss is computed of the rows of {_shown(begins)} in the forward")
     if not any(node in backward for node in steps):
-        raise _NoRunError(f"the step differentiates nothing of {_shown(nodes, begins)}")
+        raise _NoRunError(f"the step differentiates nothing of {_shown(begins)}")
     place = {node: i for i, node in enumerate(nodes)}
     return Run(count, {n: steps[n] for n in sorted(steps, key=place.__getitem__)}, begins, outputs)
 
 
 def _take_in(steps: dict[Node, Piecewise], many: int) -> None:
-    """Let a run compute what nothing but the run reads, and of which it reads rows: what has as many elements as
-    its products, and gradients, which begin as the loss's one gradient for every row.
+    """Let a run compute what nothing but the run reads, and of which it reads rows: what has as many elements
+    as its products, and gradients, which begin as the loss's one gradient for every row.
 
     Args:
         steps: The run.
@@ -147,5 +148,5 @@ def _take_in(steps: dict[Node, Piecewise], many: int) -> None:
                     steps[node] = made
 
 
-def _shown(nodes: Sequence[Node], begins: tuple[Node, ...]) -> str:
+def _shown(begins: tuple[Node, ...]) -> str:
     return ", ".join(module_of(n) or str(n.target) for n in begins)
