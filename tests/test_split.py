@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 import planner
@@ -55,11 +55,11 @@ def capped(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def weighted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    weight = torch.linspace(0.5, 1.5, logits.shape[-1])
+    weight = torch.linspace(0.5, 1.5, logits.shape[-1]).to(logits.dtype)
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), weight=weight)
 
 
-LOSSES = [mean, divided_sum, mean_of_rows, gathered, smoothed, with_z_loss, capped]
+LOSSES = [mean, divided_sum, mean_of_rows, gathered, smoothed, with_z_loss, capped, weighted]
 
 
 class LanguageModel(torch.nn.Module):
@@ -124,9 +124,12 @@ def test_losses(loss: Any, form: Any) -> None:
         check(model, args, plan)
 
 
-def test_weighted_classes_are_split_in_the_backward() -> None:
+def test_gradients_that_are_multiples_of_two_numbers_are_split_in_the_backward() -> None:
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return weighted(logits, labels) + 1e-3 * logits.logsumexp(-1).square().mean()
+
     torch.manual_seed(0)
-    model, args = LanguageModel(weighted), batch()
+    model, args = LanguageModel(loss), batch()
     step = prepared(model, args)
     check(model, args, in_pieces(step, Split("backward", 4)))
     with pytest.raises(CaptureError, match="Split in the backward"):
@@ -214,6 +217,7 @@ def test_outputs_that_are_not_kept_say_so() -> None:
         assert planned(*args)["logits"].isfinite().all()
 
 
+@pytest.mark.filterwarnings("error:PyTorch traces")
 def test_other_shapes_are_as_many_pieces() -> None:
     torch.manual_seed(0)
     model = LanguageModel()
@@ -281,7 +285,7 @@ def test_a_loss_of_all_rows_at_once_cannot_be_split() -> None:
         rows = logits.flatten(0, -2)
         return (rows @ rows.t()).log_softmax(0).diagonal().mean()
 
-    with pytest.raises(CaptureError, match=r"of head at once.*Plan with split='none'"):
+    with pytest.raises(CaptureError, match=r"needs all rows of .* at once. Plan with split='none'"):
         planner.plan(LanguageModel(contrastive), batch(), budget="min", split="loss", **options())
 
 
@@ -319,7 +323,7 @@ class RandomHead(torch.nn.Module):
         return {"loss": self.ending(x)}
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(
     st.lists(st.sampled_from(sorted(ELEMENTWISE)), max_size=4),
     st.sampled_from(sorted(REDUCED)),
@@ -331,6 +335,8 @@ class RandomHead(torch.nn.Module):
 def test_random_row_wise_heads(
     names: list[str], ending: str, bias: bool, rows: tuple[int, ...], form: Any, pieces: int
 ) -> None:
+    linear = {"scaled", "part", "viewed"}
+    assume(not (linear.issuperset(names) and ending in ("mean", "sum")))  # gradients read no rows
     torch.manual_seed(0)
     model, args = RandomHead(names, ending, bias), (torch.randn(*rows, 4),)
     check(model, args, in_pieces(prepared(model, args), Split(form, pieces)))

@@ -180,6 +180,7 @@ def prepare(
     Raises:
         PlannerError: As :func:`planner.plan` does.
     """
+    check_backend(options)
     off = graphs_are_off()
     if options.split != "none":
         if off is not None:
@@ -250,7 +251,6 @@ def _prepare(
     """What :func:`prepare` does for one backend; ``one_graph``: several are an error."""
     progress = at_stages(progress)
     step = replace(step, in_flight=options.in_flight)
-    check_backend(options)
     refuse_without_shape(model, "plan")
     refuse_wrappers(model, "plan")
     if not isinstance(step.training, bool | None):

@@ -120,7 +120,7 @@ def _run_of(
     if not any(n not in backward and n.meta["val"].is_floating_point() for n in sums):
         raise _NoRunError(f"no loss is computed of the rows of {_shown(begins)} in the forward")
     if not any(node in backward for node in steps):
-        raise _NoRunError(f"the step differentiates nothing of {_shown(begins)}")
+        raise _NoRunError(f"no gradient is computed of the rows of {_shown(begins)}")
     place = {node: i for i, node in enumerate(nodes)}
     return Run(count, {n: steps[n] for n in sorted(steps, key=place.__getitem__)}, begins, outputs)
 
