@@ -4,8 +4,8 @@
 
 Every model trains one step on the CPU, its outputs dropped. Peaks are over entry, in MiB: measured by the
 allocator's own events, and predicted by the plan. Times are measured process time over the unplanned step's;
-the program starts itself again with the settings of ``benchmarks/time_truth.py``, or page faults would be what is
-timed. ``planner.verify`` compares gradients and losses with the step in double precision.
+the program starts itself again with the settings of ``benchmarks/time_truth.py``, or page faults would be
+what is timed. ``planner.verify`` compares gradients and losses with the step in double precision.
 """
 
 import argparse
@@ -158,12 +158,12 @@ _PAGE = """# Losses in pieces
 
 `python benchmarks/split.py --out docs/results/split.md`
 
-One step of each model on the CPU, one thread, 4 layers of width 256, outputs dropped. Peaks are over entry, in
-MiB. "Least without" is "min" with `split="none"`, and its predicted extra time; all that follows is with
+One step of each model on the CPU, one thread, 4 layers of width 256, outputs dropped. Peaks are over entry,
+in MiB. "Least without" is "min" with `split="none"`, and its predicted extra time; all that follows is with
 `split="loss"`. Pieces are the planner's choice: how many, and where their gradients are computed. Times are
-process time over the unplanned step's, with MALLOC_MMAP_MAX_=0 and MALLOC_TRIM_THRESHOLD_=17179869184, so that
-page faults do not count. "Near enough" is what `planner.verify` says: gradients are at most 1.5 times as far from
-those in double precision as the unplanned step's.
+process time over the unplanned step's, with MALLOC_MMAP_MAX_=0 and MALLOC_TRIM_THRESHOLD_=17179869184, so
+that page faults do not count. "Near enough" is what `planner.verify` says: gradients are at most 1.5 times as far
+from those in double precision as the unplanned step's.
 
 | model | unplanned | least without | budget | pieces | predicted | measured | time | planned in | near enough |
 |---|---:|---:|---|---|---:|---:|---:|---:|---|
