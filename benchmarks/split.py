@@ -158,14 +158,15 @@ _PAGE = """# Losses in pieces
 
 `python benchmarks/split.py --out docs/results/split.md`
 
-One step of each model on the CPU, one thread, 4 layers of width 256, outputs dropped. Peaks are over entry,
-in MiB. "Least without" is "min" with `split="none"`, and its predicted extra time; all that follows is with
-`split="loss"`. Pieces are the planner's choice: how many, and where their gradients are computed. Times are
-process time over the unplanned step's, with MALLOC_MMAP_MAX_=0 and MALLOC_TRIM_THRESHOLD_=17179869184, so
-that page faults do not count. "Near enough" is what `planner.verify` says: gradients are at most 1.5 times as far
-from those in double precision as the unplanned step's.
+One step of each model on the CPU, one thread, 4 layers of width 256, outputs dropped. Peaks are
+over entry, in MiB. "Least without" is "min" with `split="none"`, and its predicted extra time; all
+that follows is with `split="loss"`. Pieces are the planner's choice: how many, and where their
+gradients are computed. Times are process time over the unplanned step's, with MALLOC_MMAP_MAX_=0
+and MALLOC_TRIM_THRESHOLD_=17179869184, so that page faults do not count. "Near enough" is what
+`planner.verify` says: gradients are at most 1.5 times as far from those in double precision as the
+unplanned step's.
 
-| model | unplanned | least without | budget | pieces | predicted | measured | time | planned in | near enough |
+| model | unplanned | least without | budget | pieces | predicted | measured | time | planned in | near |
 |---|---:|---:|---|---|---:|---:|---:|---:|---|
 """
 

@@ -41,7 +41,7 @@ _VIEWS = frozenset(
 
 _NOT_EARLY = (
     "split='loss': gradients cannot be computed in the forward, as they are no multiples of one number that "
-    "arrives, or are in half precision. Split in the backward"
+    "arrives, or are in half precision. Plan with split='none'"
 )
 
 
