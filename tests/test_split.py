@@ -12,7 +12,7 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 import planner
-from planner.errors import CaptureError, PlanMismatch
+from planner.errors import CaptureError, FreedError, PlanMismatch
 from planner.graph.spec import Split
 from planner.planning.options import PlanOptions
 from planner.planning.prepare import Prepared, prepare
@@ -187,6 +187,49 @@ def test_the_gradient_that_arrives_multiplies_those_of_the_forward() -> None:
         for name, parameter in planned.named_parameters():
             expected = alone.get_parameter(name).grad
             assert torch.allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6), name
+
+
+def test_a_second_backward_is_an_error_where_the_first_used_up_the_gradients() -> None:
+    torch.manual_seed(0)
+    model, args = LanguageModel(), batch()
+    planned = in_pieces(prepared(model, args), Split("forward", 4)).apply(model)
+    loss = planned(*args)["loss"]
+    loss.backward(retain_graph=True)
+    with pytest.raises(FreedError, match="plan with split='none'"):
+        loss.backward()
+
+
+def test_a_loss_outside_of_the_module_is_split_in_a_planned_step() -> None:
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
+            self.head = torch.nn.Linear(WIDTH, VOCABULARY)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embedding(ids))
+
+    def train_step(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return mean(model(ids), labels)
+
+    torch.manual_seed(0)
+    model, args = Logits(), batch()
+    alone = copy.deepcopy(model)
+    train_step(alone, *args).backward()
+    with pytest.raises(CaptureError, match=r"with planner\.step"):
+        planner.plan(model, args[:1], budget="min", **options(split="loss", loss=lambda x: mean(x, args[1])))
+    planned = planner.step(train_step, budget="min", split="loss", outputs="dropped", costs="roofline")
+    planned(model, *args).backward()
+    for name, parameter in model.named_parameters():
+        expected = alone.get_parameter(name).grad
+        assert torch.allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6), name
+
+
+def test_half_precision_is_added_up_in_single_precision() -> None:
+    torch.manual_seed(0)
+    model, args = LanguageModel().bfloat16(), batch()
+    for form in ("forward", "backward"):
+        check(model, args, in_pieces(prepared(model, args), Split(form, 4)))  # type: ignore[arg-type]
 
 
 def test_all_rows_ignored_is_a_gradient_of_zeros() -> None:

@@ -118,7 +118,10 @@ def _run_of(
         raise _NoRunError(f"the rows of {_shown(begins)} are a gradient that the step leaves")
     sums = [n for n, s in steps.items() if s.kind in ("sum", "mean")]
     if not any(n not in backward and n.meta["val"].is_floating_point() for n in sums):
-        raise _NoRunError(f"no loss is computed of the rows of {_shown(begins)} in the forward")
+        raise _NoRunError(
+            f"no loss is computed of the rows of {_shown(begins)} in the forward (where that is outside of "
+            "the module, plan the function that computes it, with planner.step)"
+        )
     if not any(node in backward for node in steps):
         raise _NoRunError(f"no gradient is computed of the rows of {_shown(begins)}")
     place = {node: i for i, node in enumerate(nodes)}
