@@ -225,6 +225,32 @@ def test_a_loss_outside_of_the_module_is_split_in_a_planned_step() -> None:
         assert torch.allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6), name
 
 
+def test_regions_that_have_no_loss_stay_whole() -> None:
+    torch.manual_seed(0)
+    model, args = LanguageModel(), batch()
+    plan = planner.plan(model, args, budget="min", split="loss", regions=["body"], **options())
+    assert sum(graph.split is not None for graph in plan.graphs) == 1 < len(plan.graphs)
+    check(model, args, plan)
+
+
+def test_dropout_of_logits_is_not_split() -> None:
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return mean(F.dropout(logits, 0.1), labels)
+
+    with pytest.raises(CaptureError, match="needs all rows"):
+        planner.plan(LanguageModel(loss), batch(), budget="min", **options(split="loss"))
+
+
+def test_a_split_plan_is_shown_explained_and_reported(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model, args = LanguageModel(), batch()
+    plan = planner.plan(model, args, budget="min", split="loss", device="A100-80GB", **options())
+    assert "head" in plan.summary()
+    assert str(plan.explain("head"))
+    plan.report(tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size
+
+
 def test_half_precision_is_added_up_in_single_precision() -> None:
     torch.manual_seed(0)
     model, args = LanguageModel().bfloat16(), batch()
@@ -316,6 +342,8 @@ def test_a_budget_that_is_too_small_says_the_least() -> None:
         ({"outputs": "held"}, "plan with outputs='dropped'"),
         ({"backend": "replay"}, "leave backend= out"),
         ({"split": "all"}, "expected one of"),
+        ({"in_flight": 2}, "a single process"),
+        ({"parallel": "ddp:2"}, "a single process"),
     ],
 )
 def test_what_cannot_be_split_says_what_to_do(given_options: dict[str, Any], message: str) -> None:

@@ -24,8 +24,8 @@ def _look(ran: list[bool]) -> None:
     if ran:
         raise FreedError(
             "a second backward (retain_graph=True) of a loss whose gradients the plan computed in the "
-            "forward (split='loss'), which the first backward has used up. Add up the losses and call backward once, "
-            "or plan with split='none'"
+            "forward (split='loss'), which the first backward has used up. Add up the losses and call "
+            "backward once, or plan with split='none'"
         )
     ran.append(True)
 

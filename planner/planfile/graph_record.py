@@ -20,6 +20,7 @@ from planner.planfile.schema import (
 )
 
 _MOST_PROGRAMS = 10_000
+_MOST_PIECES = 4096
 
 MASKED_BY_RESULT = "aten.threshold_backward.default"
 """The backward operation of ReLU, of which a plan may keep signs."""
@@ -82,7 +83,7 @@ class SplitRecord(Record):
         description="where the gradients of the pieces are computed: right behind each piece in the forward, "
         "or in the backward"
     )
-    pieces: Annotated[int, Field(ge=2, le=MOST_OPS)] = Field(description="how many pieces")
+    pieces: Annotated[int, Field(ge=2, le=_MOST_PIECES)] = Field(description="how many pieces")
     runs: Listed[SplitRun] = Field(min_length=1, max_length=MOST_OPS)
 
 

@@ -186,7 +186,8 @@ def prepare(
         if off is not None:
             raise PlannerError(f"split={options.split!r}: {off}. Plan with split='none'")
         options = replace(options, backend="eager")
-        return _prepare(model, step, options, progress=progress, like=like, one_graph=True)
+        one_graph = options.regions is None
+        return _prepare(model, step, options, progress=progress, like=like, one_graph=one_graph)
     if options.backend != "auto":
         if off is not None and options.backend != "replay":
             raise PlannerError(f"backend={options.backend!r}: {off}. Plan with backend='replay'")

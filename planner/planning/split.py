@@ -10,7 +10,7 @@ from planner.costs.kernel_timer import MeasuredCosts
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.graph.joint_graph import read_joint
 from planner.graph.spec import Split, SplitForm
-from planner.graph.split.pieces import split_joint, splittable
+from planner.graph.split.pieces import NothingToSplit, split_joint, splittable
 from planner.planfile.budget import Budget
 from planner.planfile.plan import PlanRecord
 from planner.planning.prepare import Prepared
@@ -98,7 +98,11 @@ def _pieces(prepared: Prepared) -> tuple[int, int]:
     for graph in prepared.captured.graphs:
         if graph.joint is None:
             continue
-        for run in splittable(graph.joint.module, graph.joint.forward_outputs)[1]:
+        try:
+            runs = splittable(graph.joint.module, graph.joint.forward_outputs)[1]
+        except NothingToSplit:
+            continue
+        for run in runs:
             while run.rows >= 2 * most * LEAST_ROWS:
                 most *= 2
             while enough < most and run.bytes > enough * prepared.problem.final_bytes // 2:
@@ -113,7 +117,15 @@ def split_as(plan: PlanRecord, prepared: Prepared) -> Prepared:
 
 
 def _split(prepared: Prepared, split: Split) -> Prepared:
-    graphs = [_split_graph(prepared, graph, split) for graph in prepared.captured.graphs]
+    graphs, why = list[CapturedGraph](), CaptureError("split='loss': no graph is captured")
+    for graph in prepared.captured.graphs:
+        try:
+            graphs.append(_split_graph(prepared, graph, split))
+        except NothingToSplit as error:
+            graphs.append(graph)
+            why = error
+    if not any(graph.spec.split for graph in graphs):
+        raise why
     captured = replace(
         prepared.captured, graphs=graphs, notes=[*prepared.captured.notes, _note(graphs, split)]
     )

@@ -45,6 +45,10 @@ _NOT_EARLY = (
 )
 
 
+class NothingToSplit(CaptureError):
+    """A graph has no run that ends in the loss."""
+
+
 class SplitGraph(NamedTuple):
     """What :func:`split_joint` returns.
 
@@ -81,13 +85,13 @@ def splittable(joint: GraphModule, forward_outputs: int) -> tuple[GraphModule, l
     """A copy of a joint graph, and its runs.
 
     Raises:
-        CaptureError: It has none.
+        NothingToSplit: It has none.
     """
     copied = _copied(joint)
     _divide_means(copied)
     runs, why = find_runs(copied, forward_outputs)
     if not runs:
-        raise CaptureError(
+        raise NothingToSplit(
             f"split='loss': nothing that ends in the loss can be computed in pieces of rows: {why}. Plan "
             "with split='none'"
         )

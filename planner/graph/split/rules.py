@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.fx import Node
 
+from planner._torch.operators import uses_generator
+
 aten = torch.ops.aten
 
 
@@ -101,6 +103,8 @@ def shape_of(node: Node) -> tuple[int, ...]:
 
 def piecewise(node: Node, known: Known) -> Piecewise | None:
     """How an operation with operands in a run is computed for some rows; None where it cannot be."""
+    if uses_generator(node.target):
+        return None  # a piece would draw other numbers
     rule = _RULES.get(node.target)
     if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
         rule = _pointwise
