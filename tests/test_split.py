@@ -258,6 +258,27 @@ def test_half_precision_is_added_up_in_single_precision() -> None:
         check(model, args, in_pieces(prepared(model, args), Split(form, 4)))  # type: ignore[arg-type]
 
 
+def test_what_a_hook_clips_is_split_in_the_backward() -> None:
+    class Clipped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient.clamp(-1e-5, 1e-5)
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return mean(Clipped.apply(logits), labels)
+
+    torch.manual_seed(0)
+    model, args = LanguageModel(loss), batch()
+    step = prepared(model, args)
+    check(model, args, in_pieces(step, Split("backward", 4)))
+    with pytest.raises(CaptureError, match="cannot be computed in the forward"):
+        in_pieces(step, Split("forward", 4))
+
+
 def test_all_rows_ignored_is_a_gradient_of_zeros() -> None:
     torch.manual_seed(0)
     model, (ids, labels) = LanguageModel(), batch()

@@ -102,6 +102,7 @@ def trace_joint(
             correct(joint, context)
         dropped: Mapping[int, torch.Tensor] = {}
         if spec.split is not None:
+            read_joint(joint, outputs)  # without dead code, as when it was planned
             joint, _, dropped = split_joint(joint, outputs, spec.split)
         reading = read_joint(joint, outputs)
         inputs, per_use = len(example_inputs), spec.per_use_inputs

@@ -23,6 +23,7 @@ from planner._torch.joint.graph_modules import graph_module
 from planner.errors import CaptureError
 from planner.graph.dying_operands import RUNS_ONCE
 from planner.graph.spec import Split
+from planner.graph.split.linear import is_linear
 from planner.graph.split.rules import Piecewise, Rows, shape_of
 from planner.graph.split.runs import Run, find_runs
 
@@ -42,6 +43,9 @@ _VIEWS = frozenset(
 _NOT_EARLY = (
     "split='loss': gradients cannot be computed in the forward, as they are no multiples of one number that "
     "arrives, or are in half precision. Plan with split='none'"
+)
+_ALL_AT_ONCE = (
+    "split='loss': what is computed of some rows needs a sum over all of them. Plan with split='none'"
 )
 
 
@@ -124,7 +128,7 @@ def _divide_means(joint: GraphModule) -> None:
             count = emit.call(node, aten.sum.dim_IntList, (counted, [0]), kwargs)
             total.replace_all_uses_with(count)
             total = count
-        if reduction == 1:
+        if reduction == 1 and 0 in results:
             node.args = (*node.args[:3], 2, ignored)
             total = total or emit.call(node, operator.getitem, (node, 1))
             mean = emit.call(node, aten.div.Tensor, (results[0], total))
@@ -289,12 +293,14 @@ class _Pieces:
         while len(found) > 1 or any(n.meta["val"].numel() > 1 for n in found):
             last = max(found, key=self._place.__getitem__)
             before = [n for n in last.all_input_nodes if n in self._of_gradients]
-            if len(before) != 1 or (before[0].meta["val"].numel() != 1 and last.target not in _VIEWS):
+            one = len(before) == 1 and (before[0].meta["val"].numel() == 1 or last.target in _VIEWS)
+            if not one or not is_linear(last, self._of_gradients):
                 raise CaptureError(_NOT_EARLY)
             found = {*found - {last}, *before}
         half = any(t.dtype is torch.float16 for t in _tensors(n.meta.get("val") for n in self._run.steps))
         (gradient,) = found if found else (None,)
-        if gradient is None or half:
+        linear = all(is_linear(node, self._of_gradients) for node in backward)
+        if gradient is None or half or not linear:
             raise CaptureError(_NOT_EARLY)
         return gradient
 
@@ -331,7 +337,7 @@ class _Pieces:
         if self._place.get(node, -1) < emit.place(self._place) and node not in self._run.steps:
             return node
         if node in self._run.steps or node.op != "call_function" or operators.uses_generator(node.target):
-            raise CaptureError(_NOT_EARLY)
+            raise CaptureError(_ALL_AT_ONCE)
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: self._outside(emit, n))
         self._hoisted[node] = emit.call(node, node.target, args, kwargs)
         return self._hoisted[node]
