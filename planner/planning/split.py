@@ -117,7 +117,10 @@ def split_as(plan: PlanRecord, prepared: Prepared) -> Prepared:
 
 
 def _split(prepared: Prepared, split: Split) -> Prepared:
-    graphs, why = list[CapturedGraph](), CaptureError("split='loss': no graph is captured")
+    graphs, why = (
+        list[CapturedGraph](),
+        CaptureError("split='loss': no graph is captured. Plan with split='none'"),
+    )
     for graph in prepared.captured.graphs:
         try:
             graphs.append(_split_graph(prepared, graph, split))
