@@ -48,6 +48,7 @@ def arguments(target: Any, dtype: torch.dtype, order: tuple[int, ...]) -> list[A
         aten.index_add.default: [values(), 1, torch.tensor([4, 1, 1]), values()[:, :3]],
         aten.index_copy.default: [values(), 1, torch.tensor([4, 1, 2]), values()[:, :3]],
         aten.masked_scatter.default: [values(), values() > 0.5, values()],
+        aten.addmm.default: [torch.rand(n).to(dtype) for n in ((5, 37), (5, 7), (7, 37))],
         MASK_GRADIENT: [values(), PACK_SIGNS((torch.rand(3, 5, 37) - 0.5).relu())],
     }
     if target in filled:

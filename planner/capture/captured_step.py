@@ -34,6 +34,7 @@ class CapturedGraph:
         places: Executions of another graph, of the same structure and occurrence, that this one stands for:
             their gradients lie differently in memory. Empty for the graph that stands for the rest.
         never_runs: Whether PyTorch made it of a function that it then could not trace.
+        split_runs: What it computes in pieces: modules, and how many rows there are of each.
     """
 
     structure: str
@@ -45,6 +46,7 @@ class CapturedGraph:
     overwritten: frozenset[int] = frozenset()
     places: tuple[int, ...] = ()
     never_runs: bool = False
+    split_runs: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass

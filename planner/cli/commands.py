@@ -32,6 +32,8 @@ from planner.cli.options import (
     PlanPath,
     Reference,
     Solver,
+    SplitName,
+    SplitWhat,
     StepOptions,
     with_step_options,
 )
@@ -90,6 +92,7 @@ def plan_command(
     recompute: Again = None,
     checkpoint: Checkpoints = None,
     backend: BackendName = Backend.auto,
+    split: SplitName = SplitWhat.none,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds that the search may take.")] = 60.0,
     figure: FigurePath = None,
     as_json: AsJson = False,
@@ -118,6 +121,7 @@ def plan_command(
                 recompute=recompute or (),
                 checkpoints=checkpoint or (),
                 backend=backend.value,
+                split=split.value,
                 progress=progress,
                 **step.keywords(),
             )

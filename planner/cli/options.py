@@ -89,6 +89,13 @@ class Effort(StrEnum):
     best = "best"
 
 
+class SplitWhat(StrEnum):
+    """What may be computed in pieces."""
+
+    none = "none"
+    loss = "loss"
+
+
 class Backend(StrEnum):
     """What runs a plan."""
 
@@ -145,6 +152,14 @@ BackendName = Annotated[
         "--backend",
         help="What runs the plan: graphs of eager's operators (graph, or eager), the module as it is with "
         "operators that are replayed, auto for one of these, or the programs that Inductor makes of graphs.",
+    ),
+]
+SplitName = Annotated[
+    SplitWhat,
+    typer.Option(
+        "--split",
+        help="loss: compute what ends in the loss in pieces of rows, where that is better; gradients then "
+        "differ in the last bits. Takes --outputs dropped.",
     ),
 ]
 Keep = Annotated[

@@ -132,6 +132,10 @@ class MeasuredCosts:
             self._seconds_left -= time.process_time() - before
         return self._known.get(key, predicted)
 
+    def allow(self, seconds: float) -> None:
+        """Time operations for so long from now on, or longer."""
+        self._seconds_left = max(self._seconds_left, seconds)
+
     def time_largest_first(self, calls: Iterable[Call], outputs: Iterable[object]) -> None:
         """Time the operations of a step, the longest by the roofline first, until the time is used up."""
         both = list(zip(calls, outputs, strict=True))

@@ -4,13 +4,14 @@ A traced graph computes every result in memory of its own. Where an operand of t
 type is read for the last time, its memory serves as well: the bits are the same, and less is allocated. The
 autograd engine does so where it adds up gradients.
 
-In the backward the order of the operations is fixed, so that the last reader of a value is known. A value of
-the forward may be computed again: there an operand is overwritten only if nothing but that one operation
-reads it, and the two are run again together. The result and its operand are then one value to a solver. What
-else the operation reads must then be there when the operand is computed, so that it may only be what that
-reads too, inputs, and what was made before and is small or costs no memory: while it is computed again, what
-the operand is computed of waits in the place of the operand, and is no larger; and both together are no more
-than operand and result were beside it. So a residual is added into the result of a batch normalisation.
+In the backward, and of what never runs again, the order of the operations is fixed, so that the last reader
+of a value is known. A value of the forward may be computed again: there an operand is overwritten only if
+nothing but that one operation reads it, and the two are run again together. The result and its operand are
+then one value to a solver. What else the operation reads must then be there when the operand is computed, so
+that it may only be what that reads too, inputs, and what was made before and is small or costs no memory:
+while it is computed again, what the operand is computed of waits in the place of the operand, and is no
+larger; and both together are no more than operand and result were beside it. So a residual is added into the
+result of a batch normalisation.
 """
 
 import operator
@@ -35,6 +36,9 @@ aten = torch.ops.aten
 _POSITION = "planner_written_into"
 """Key in a node's ``meta``: the position of the argument that its result is written into."""
 
+RUNS_ONCE = "planner_runs_once"
+"""Key in a node's ``meta``: it is of the forward, and no plan runs it again."""
+
 _SMALL = 8
 """By how many times an operand must be smaller than a result to be small."""
 
@@ -58,6 +62,7 @@ _WRITERS: dict[Any, tuple[tuple[int, ...], Any, Any]] = {
     aten.sub.Tensor: (_EITHER, aten.sub_.Tensor, aten.sub.out),
     aten.mul.Tensor: (_EITHER, aten.mul_.Tensor, aten.mul.out),
     aten.div.Tensor: (_EITHER, aten.div_.Tensor, aten.div.out),
+    aten.addmm.default: (_FIRST, aten.addmm_.default, None),
     aten.where.self: ((1, 2), None, aten.where.self_out),
     aten.add.Scalar: (_FIRST, aten.add_.Scalar, None),
     aten.sub.Scalar: (_FIRST, aten.sub_.Scalar, None),
@@ -247,7 +252,10 @@ class _Storages:
         maker = self._maker[self._first[key]]
         if maker.op != "call_function" or not operators.returns_no_views(maker.target):
             return False
-        if operators.is_foreign(maker.target) or (maker in self._backward) is not (node in self._backward):
+        if operators.is_foreign(maker.target):
+            return False
+        once = RUNS_ONCE in maker.meta and all(self._runs_once(r) for r in self._readers[key])
+        if not once and (maker in self._backward) is not (node in self._backward):
             return False
         others = {
             self._first[self._key(tensor)]: tensor
@@ -260,7 +268,7 @@ class _Storages:
             return False
         if any(operators.reads_until_waited_for(reader.target) for reader in readers):
             return False
-        if node in self._backward:
+        if node in self._backward or once:
             return True
         # A view stays one: users may not write to what a function of autograd's returns as a view.
         if any(r is not node for r in readers) or (self._is_returned(node) and self._looks_at(operand)):
@@ -277,6 +285,9 @@ class _Storages:
             )
             for storage, tensor in others.items()
         )
+
+    def _runs_once(self, node: Node) -> bool:
+        return node in self._backward or RUNS_ONCE in node.meta
 
     def _waits_for_free(self, first: int) -> bool:
         """Whether all that a result is computed of is no larger than it, but for what is small."""

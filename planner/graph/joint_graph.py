@@ -22,7 +22,7 @@ from planner._torch.joint import aot_metadata
 from planner._torch.joint.effects import has_effects
 from planner._torch.module_paths import marks_of, module_of
 from planner._torch.tensors import call_tensors, stored_elements
-from planner.graph.dying_operands import write_into_dying_operands, writing
+from planner.graph.dying_operands import RUNS_ONCE, write_into_dying_operands, writing
 from planner.graph.replay import rule_of
 from planner.graph.replay_rule import ReplayRule
 from planner.training_step.user_lines import users_line
@@ -66,7 +66,7 @@ class JointOp:
         target = self.node.target
         if self.backward or not operators.is_operator(target) or has_effects(target):
             return False
-        if self.written is not None:
+        if self.written is not None or RUNS_ONCE in self.node.meta:
             return False
         return self.rule.repeatable(self.node) and not self.reads_mutated
 
@@ -269,7 +269,7 @@ class JointGraph:
                 written=written,
             )
             maker.update(dict.fromkeys(allocates, op))
-            if written is not None and not op.backward:
+            if written is not None and not op.backward and RUNS_ONCE not in node.meta:
                 maker[written].writers.append(op)
             self.op_of[node] = op.index
             self.ops.append(op)

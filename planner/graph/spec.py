@@ -4,10 +4,25 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
-from typing import Self
+from typing import Literal, NamedTuple, Self
 
 from planner._torch.joint.memory_layout import MemoryLayout
 from planner.planfile.graph_record import GraphRecord
+
+SplitForm = Literal["forward", "backward"]
+"""Where the gradients of pieces are computed, see :mod:`planner.graph.split.pieces`."""
+
+
+class Split(NamedTuple):
+    """How row-wise runs are computed in pieces.
+
+    Attributes:
+        form: Where their gradients are computed.
+        pieces: How many pieces.
+    """
+
+    form: SplitForm
+    pieces: int
 
 
 @dataclass(frozen=True)
@@ -22,11 +37,13 @@ class GraphSpec:
         per_use_inputs: Positions of the inputs whose gradients are returned unsummed, one for each use.
         tangent_layouts: Of outputs whose gradients have other strides than they do, by position: how the
             gradients lie in memory.
+        split: How what can be computed in pieces of rows is split; None where it is not.
     """
 
     unused_outputs: tuple[int, ...] = ()
     per_use_inputs: frozenset[int] = frozenset()
     tangent_layouts: Mapping[int, MemoryLayout] = field(default_factory=dict)
+    split: Split | None = None
 
     @classmethod
     def of(cls, record: GraphRecord) -> Self:
@@ -38,6 +55,7 @@ class GraphSpec:
                 layout.output: MemoryLayout(tuple(layout.dimensions), tuple(layout.inside), layout.step)
                 for layout in record.gradient_layouts
             },
+            None if record.split is None else Split(record.split.form, record.split.pieces),
         )
 
     @classmethod
@@ -53,5 +71,5 @@ class GraphSpec:
     def digest(self) -> str:
         """Equal for specifications by which graphs are traced alike."""
         layouts = [(i, astuple(layout)) for i, layout in sorted(self.tangent_layouts.items())]
-        content = [sorted(self.unused_outputs), sorted(self.per_use_inputs), layouts]
+        content = [sorted(self.unused_outputs), sorted(self.per_use_inputs), layouts, self.split]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()

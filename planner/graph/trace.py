@@ -3,8 +3,8 @@
 Planning a step and running the plan use the same function, so that both see the same operations.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from planner.graph.joint_graph import JointGraph, read_joint
 from planner.graph.joint_pass import AutocastContext, JointPass, TraceContext
 from planner.graph.passes.per_use_gradients import uses_of, with_inputs
 from planner.graph.spec import GraphSpec
+from planner.graph.split.pieces import split_joint
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class TracedGraph:
         per_use_inputs: Positions of the inputs whose gradients are to be returned unsummed.
         cached_casts: Inputs of which autocast keeps casts beyond the graph, by position, and what these are.
         arrivals: Positions of the inputs that get a gradient, in the order in which eager is done with these.
+        dropped: The results of the forward that splitting does without, by position, without data.
     """
 
     joint: GraphModule
@@ -41,6 +43,7 @@ class TracedGraph:
     per_use_inputs: frozenset[int]
     cached_casts: dict[int, torch.dtype]
     arrivals: Sequence[int] = ()
+    dropped: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,15 @@ def trace_joint(
         arriving = arrivals(joint)
         for correct in passes:
             correct(joint, context)
+        dropped: Mapping[int, torch.Tensor] = {}
+        if spec.split is not None:
+            read_joint(joint, outputs)  # without dead code, as when it was planned
+            joint, _, dropped = split_joint(joint, outputs, spec.split)
         reading = read_joint(joint, outputs)
         inputs, per_use = len(example_inputs), spec.per_use_inputs
         casts = context.cached_casts
-        return partition(TracedGraph(joint, reading, outputs, inputs, per_use, casts, arriving))
+        traced = TracedGraph(joint, reading, outputs, inputs, per_use, casts, arriving, dropped)
+        return partition(traced)
 
     added = [i for i, count in uses.items() for _ in range(count - 1)]
     compiled = aot.compile_joint(

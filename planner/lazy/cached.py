@@ -23,7 +23,7 @@ from planner.version import __version__
 
 _NOT_RECORDED = (
     "solver", "effort", "encodings", "time_limit", "keep", "recompute", "checkpoints", "regions", "attention",
-    "costs", "loss",
+    "costs", "loss", "split",
 )  # fmt: skip
 """Options that no other field of a plan records."""
 

@@ -20,6 +20,7 @@ from planner.planfile.schema import (
 )
 
 _MOST_PROGRAMS = 10_000
+_MOST_PIECES = 4096
 
 MASKED_BY_RESULT = "aten.threshold_backward.default"
 """The backward operation of ReLU, of which a plan may keep signs."""
@@ -66,6 +67,24 @@ class GradientLayout(Record):
                 f"{self.inside} does not give a size for each of {len(self.dimensions)} dimensions", "inside"
             )
         return self
+
+
+class SplitRun(Record):
+    """What is computed in pieces: a run of operations that ends in the loss."""
+
+    module: Name = Field(description="name of the module whose product it begins with")
+    rows: Annotated[int, Field(ge=1, le=2**63 - 1)] = Field(description="how many rows it has in all")
+
+
+class SplitRecord(Record):
+    """How a graph computes in pieces of rows what ends in the loss; `ops` are those with the pieces."""
+
+    form: Literal["forward", "backward"] = Field(
+        description="where the gradients of the pieces are computed: right behind each piece in the forward, "
+        "or in the backward"
+    )
+    pieces: Annotated[int, Field(ge=2, le=_MOST_PIECES)] = Field(description="how many pieces")
+    runs: Listed[SplitRun] = Field(min_length=1, max_length=MOST_OPS)
 
 
 class Program(Record):
@@ -176,6 +195,9 @@ class GraphRecord(Program):
         default=[],
         max_length=MOST_OPS,
         description="of outputs whose gradients have other strides than they do",
+    )
+    split: SplitRecord | None = Field(
+        default=None, description="what it computes in pieces of rows; absent where it computes nothing so"
     )
     ops: Listed[OpRecord] = Field(
         min_length=1, max_length=MOST_OPS, description="forward operations, then backward"

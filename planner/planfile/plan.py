@@ -17,7 +17,15 @@ from planner.errors import PlanFileError, printable
 from planner.heap import read_at_most
 from planner.planfile.atomic_file import reason, write_atomically
 from planner.planfile.budget import format_bytes
-from planner.planfile.graph_record import GradientLayout, GraphRecord, OpRecord, Program, ViewsRecord
+from planner.planfile.graph_record import (
+    GradientLayout,
+    GraphRecord,
+    OpRecord,
+    Program,
+    SplitRecord,
+    SplitRun,
+    ViewsRecord,
+)
 from planner.planfile.json_layout import laid_out
 from planner.planfile.replay_record import ReplayRecord
 from planner.planfile.schema import (
@@ -53,6 +61,8 @@ __all__ = [
     "ReplayRecord",
     "Resident",
     "SolverRecord",
+    "SplitRecord",
+    "SplitRun",
     "StepRecord",
     "Target",
     "TensorRecord",
@@ -144,6 +154,12 @@ class PlanRecord(Record):
         if self.no_recompute.seconds == 0:
             return 0.0
         return self.predicted.seconds / self.no_recompute.seconds - 1
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether gradients are those without the plan, bit for bit: neither does Inductor run it, nor is
+        anything computed in pieces."""
+        return self.target.backend != "inductor" and not any(graph.split for graph in self.graphs)
 
     @property
     def recomputed_operations(self) -> int:

@@ -18,6 +18,16 @@ def check_backend(options: PlanOptions) -> None:
     """
     if options.in_flight is not None and options.parallel is not None:
         raise OptionError("in_flight=: expected none with parallel=; a stage of a pipeline is one process's")
+    if options.split != "none" and options.backend not in ("auto", "eager"):
+        raise OptionError(
+            f"split={options.split!r}: expected 'none' with backend={options.backend!r}; pieces are of "
+            "graphs: leave backend= out"
+        )
+    if options.split != "none" and (options.in_flight is not None or options.parallel is not None):
+        raise OptionError(
+            f"split={options.split!r}: expected 'none' with in_flight= and parallel=: pieces are for a "
+            "single process that runs the whole step"
+        )
     if options.backend != "inductor":
         if options.backend_options:
             raise OptionError(

@@ -11,7 +11,7 @@ import torch
 from planner._torch import pytree
 from planner._torch.distributed import tensor_parallel_ranks
 from planner._torch.inductor.fusion_names import Fusion
-from planner.capture.captured_step import CapturedStep
+from planner.capture.captured_step import CapturedGraph, CapturedStep
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.lowering.partition import no_recomputation
 from planner.module_parts import parameters_of
@@ -29,6 +29,8 @@ from planner.planfile.plan import (
     PlanRecord,
     Program,
     SolverRecord,
+    SplitRecord,
+    SplitRun,
     Target,
     TensorRecord,
     Timeline,
@@ -322,6 +324,7 @@ def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution)
                     )
                     for output, layout in sorted(captured_graph.spec.tangent_layouts.items())
                 ],
+                split=_split_record(captured_graph),
                 ops=ops,
                 backward=programs[0].backward,
                 packed=programs[0].packed,
@@ -331,6 +334,14 @@ def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution)
             )
         )
     return records
+
+
+def _split_record(graph: CapturedGraph) -> SplitRecord | None:
+    split = graph.spec.split
+    if split is None:
+        return None
+    runs = [SplitRun(module=module, rows=rows) for module, rows in graph.split_runs]
+    return SplitRecord(form=split.form, pieces=split.pieces, runs=runs)
 
 
 def _kept(problem: Problem, solution: Solution) -> dict[tuple[int, int], list[int]]:

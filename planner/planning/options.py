@@ -33,6 +33,9 @@ CostSource = Literal["auto", "roofline", "measured"]
 Encodings = Literal["auto", "none"]
 """Whether masks may be kept as bits."""
 
+SplitWhat = Literal["none", "loss"]
+"""What may be computed in pieces."""
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -74,6 +77,7 @@ class CaptureKeywords(StepKeywords, total=False):
 
     backend: BackendChoice
     backend_options: Mapping[str, bool | int | float | str]
+    split: SplitWhat
 
 
 class PlanKeywords(CaptureKeywords, SearchKeywords, total=False):
@@ -140,6 +144,10 @@ class PlanOptions:
             "inductor": the programs that Inductor makes of the graphs, as under ``torch.compile``. The plan's
             peak is then that of these programs. On the CPU only, for one shape at a time.
         backend_options: Options of Inductor, as ``torch.compile(options=)`` takes them.
+        split: "loss" may compute what ends in the loss in pieces of rows, one after the other: logits and
+            what the loss makes of them are then never there as a whole. It takes outputs="dropped", and one
+            graph. Gradients are as near to the true ones as without a plan, and not equal in the last bits,
+            since sums over rows are added up in another order. "none": nothing is.
         solver: A name in ``solvers.SOLVERS``, or "auto" for the best that fits.
         time_limit: Wall seconds for the solver; half as many more for masks as bits.
         keep: Never recompute what matches: module paths ("encoder.layer.0"), operators
@@ -171,6 +179,7 @@ class PlanOptions:
     encodings: Encodings = "auto"
     backend: BackendChoice = "auto"
     backend_options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    split: SplitWhat = "none"
     solver: str = "auto"
     time_limit: float = 60
     keep: Sequence[str] = ()
@@ -241,6 +250,7 @@ def options_of(plan: PlanRecord) -> PlanOptions:
     return PlanOptions(
         backend=plan.target.backend,
         backend_options=plan.target.backend_options,
+        split="loss" if any(graph.split for graph in plan.graphs) else "none",
         solver=plan.solver.name if plan.solver.name in SOLVERS else "auto",
         accumulate=plan.resident.gradient_bytes > 0,
         in_flight=plan.target.in_flight,
@@ -363,6 +373,7 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "recompute": _texts,
     "regions": lambda value: "" if value is None else _texts(value),
     "repeats": _at_least(0),
+    "split": lambda value: "" if value in get_args(SplitWhat) else f"one of {get_args(SplitWhat)}",
     "start": _at_least(1),
     "time_limit": _seconds,
 }

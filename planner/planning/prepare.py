@@ -191,7 +191,14 @@ def prepare(
     Raises:
         PlannerError: As :func:`planner.plan` does.
     """
+    check_backend(options)
     off = graphs_are_off()
+    if options.split != "none":
+        if off is not None:
+            raise PlannerError(f"split={options.split!r}: {off}. Plan with split='none'")
+        options = replace(options, backend="eager")
+        most = 1 if options.regions is None else None
+        return _prepare(model, step, options, progress=progress, like=like, most_graphs=most)
     if options.backend != "auto":
         if off is not None and options.backend != "replay":
             raise PlannerError(f"backend={options.backend!r}: {off}. Plan with backend='replay'")
@@ -256,7 +263,6 @@ def _prepare(
     """What :func:`prepare` does for one backend; ``most_graphs``: more are an error."""
     progress = at_stages(progress)
     step = replace(step, in_flight=options.in_flight)
-    check_backend(options)
     refuse_without_shape(model, "plan")
     refuse_wrappers(model, "plan")
     if not isinstance(step.training, bool | None):

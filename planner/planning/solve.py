@@ -22,6 +22,7 @@ from planner.planning.encodings import (
 from planner.planning.make_plan import AS_WRITTEN, make_plan
 from planner.planning.prepare import Prepared
 from planner.planning.solve_for import solve_for
+from planner.planning.split import planned_in_pieces
 from planner.planning.within_budget import within_budget
 from planner.problem.selection import select
 from planner.progress import Progress, no_report, part_of
@@ -48,9 +49,15 @@ def plan_prepared(prepared: Prepared, budget: int | str, *, progress: Progress |
     Raises:
         BudgetError, SelectionError, InfeasibleBudget: As :func:`plan` does.
     """
-    report, options = progress or no_report, prepared.options
+    report = progress or no_report
     wanted = prepared.budget(budget)
-    graph = prepared.problem.graph
+    if prepared.options.split == "none":
+        return _planned(prepared, wanted, report)
+    return planned_in_pieces(prepared, wanted, room_bytes(wanted, prepared), _planned, report)
+
+
+def _planned(prepared: Prepared, wanted: Budget, report: Progress) -> PlanRecord:
+    options, graph = prepared.options, prepared.problem.graph
     report(f"solving ({options.solver})", 0.0)
     room = room_bytes(wanted, prepared)
     constraints = _constraints(prepared, graph)
@@ -92,7 +99,7 @@ def _better_as_written(prepared: Prepared, solution: Solution, wanted: Budget, r
 
 def _may_run_as_written(prepared: Prepared) -> bool:
     options = prepared.options
-    insisted = options.keep or options.recompute or options.checkpoints
+    insisted = options.keep or options.recompute or options.checkpoints or options.split != "none"
     return options.backend == "eager" and not insisted
 
 

@@ -116,6 +116,7 @@ def summary(plan: PlanRecord, *, width: int = 100) -> Table:
         "inputs": f"{inputs}{more}" or "none",
         "captured": f"{_COVERAGES[plan.coverage]} ({len(plan.graphs)})",
         **({"regions": ", ".join(folded_names(model.regions))} if model.regions else {}),
+        **({"in pieces": _in_pieces(plan)} if any(graph.split for graph in plan.graphs) else {}),
         "budget": f"{budget}, on {target.device}",
         **({"in flight": _in_flight(plan)} if target.in_flight is not None else {}),
         "extra time": f"{plan.overhead:+.1%} (costs: {target.costs}; workspace: {target.workspace})",
@@ -266,6 +267,12 @@ def _module_label(row: ModuleRow) -> Text:
         more = f", {len(short) - 2} more" if len(short) > 2 else ""
         label.append(f" ({printable(', '.join(short[:2]))}{more})", style="dim")
     return label
+
+
+def _in_pieces(plan: PlanRecord) -> str:
+    splits = [graph.split for graph in plan.graphs if graph.split is not None]
+    of = [f"{s.pieces} of {run.rows:,} rows at {run.module or 'the root'}" for s in splits for run in s.runs]
+    return f"{', '.join(of)}; gradients in the {splits[0].form}, not equal in the last bits"
 
 
 def _in_flight(plan: PlanRecord) -> str:

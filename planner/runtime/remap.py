@@ -233,6 +233,7 @@ def among_sizes(spec: GraphSpec, graph: GraphModule, inputs: Sequence[Any]) -> G
         tuple(of_output(i) for i in spec.unused_outputs),
         frozenset(of_input(i) for i in spec.per_use_inputs),
         {of_output(i): layout for i, layout in spec.tangent_layouts.items()},
+        spec.split,
     )
 
 

@@ -149,8 +149,7 @@ def verify(
     as_written = contextlib.ExitStack()
     try:
         as_written.enter_context(what_is_noted_stays())
-        no_hooks = plan.target.backend == "inductor"  # compared with a step in double precision
-        as_written.enter_context(only_hooks_that_are_put_back(model, none=no_hooks))
+        as_written.enter_context(only_hooks_that_are_put_back(model, none=not plan.is_exact))
         check_fits(plan, model)
         planned = put_in(plan, model, arena=False)  # its peak is that of tensors
         planned.retire()
@@ -208,10 +207,10 @@ def verify(
         for _ in range(unplanned - 1):
             spread.add(outcome(original))
         yardstick = None
-        if plan.target.backend == "inductor":
-            report("running the step in double precision, and compiled without the plan", taken / stages)
+        if not plan.is_exact:
+            report("running the step in double precision", taken / stages)
             modules.install_call(model, None)
-            options = plan.target.backend_options
+            options = plan.target.backend_options if plan.target.backend == "inductor" else None
             yardstick = Yardstick(model, step, options, restore, reference)
         outcome(planned)  # the first planned step captures, and is not compared
         second = outcome(planned)
@@ -255,9 +254,10 @@ def verify(
 def _added_to(plan: PlanRecord, model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The parameters that have gradients when a step begins: the plan counts them, the step adds to them.
 
-    None with Inductor: its steps are compared with one in double precision, which begins without gradients.
+    None where the plan is not exact: its steps are compared with one in double precision, which begins
+    without gradients.
     """
-    if not plan.resident.gradient_bytes or plan.target.backend == "inductor":
+    if not plan.resident.gradient_bytes or not plan.is_exact:
         return []
     trained = [p for p in model.parameters() if p.requires_grad]
     return [p for p in trained if p.grad is not None] or trained

@@ -11,6 +11,7 @@ from planner.errors import PlanMismatch
 from planner.graph.joint_graph import JointGraph
 from planner.planfile.plan import GraphRecord, PlanRecord
 from planner.planning.prepare import Prepared
+from planner.planning.split import split_as
 from planner.problem.build import Problem
 from planner.problem.encodings import packed_as
 from planner.runtime.executions import runs_of
@@ -30,6 +31,7 @@ def schedule_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedul
     """
     if plan.target.backend == "replay":
         return _replayed_at(plan, prepared)
+    prepared = split_as(plan, prepared)
     captured, sources = prepared.captured, prepared.problem.sources
     executions = Counter(graph for graph, _ in {(s.graph, s.instance) for s in sources})
     homes = [i for i, g in enumerate(captured.graphs) if g.joint is not None and not g.places]

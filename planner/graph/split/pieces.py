@@ -1,0 +1,413 @@
+"""A joint graph whose row-wise runs are computed in pieces, one after the other.
+
+In the form "backward" the pieces of the forward give the loss, and those of the backward follow where the
+backward begins; what they need of the forward is kept or computed again, as all else. In the form "forward"
+the gradients are computed right behind each piece of the forward, for a gradient of one of the loss, and
+multiplied by the true one when that arrives: no product runs twice.
+
+Sums over rows are added up in place, in single precision at least.
+"""
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from planner._torch import fake, operators
+from planner._torch.joint import aot_metadata
+from planner._torch.joint.graph_modules import graph_module
+from planner.errors import CaptureError
+from planner.graph.dying_operands import RUNS_ONCE
+from planner.graph.spec import Split
+from planner.graph.split.linear import is_linear
+from planner.graph.split.rules import Piecewise, Rows, shape_of
+from planner.graph.split.runs import Run, find_runs
+
+aten = torch.ops.aten
+
+_TOLD = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "from_node", "custom")
+"""Keys in a node's ``meta`` that say where it comes from."""
+
+_VIEWS = frozenset(
+    {
+        *(aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default),
+        *(aten.alias.default, aten.detach.default),
+    }
+)
+
+
+_NOT_EARLY = (
+    "split='loss': gradients cannot be computed in the forward, as they are no multiples of one number that "
+    "arrives, or are in half precision. Plan with split='none'"
+)
+_ALL_AT_ONCE = (
+    "split='loss': what is computed of some rows needs a sum over all of them. Plan with split='none'"
+)
+
+
+class NothingToSplit(CaptureError):
+    """A graph has no run that ends in the loss."""
+
+
+class SplitGraph(NamedTuple):
+    """What :func:`split_joint` returns.
+
+    Attributes:
+        joint: The graph with pieces.
+        runs: What was split, of the graph as it was.
+        dropped: The results of the forward that are no longer there, by position, without data.
+    """
+
+    joint: GraphModule
+    runs: list[Run]
+    dropped: dict[int, torch.Tensor]
+
+
+def split_joint(joint: GraphModule, forward_outputs: int, split: Split) -> SplitGraph:
+    """The same graph with its runs in pieces; the graph that is given stays as it is.
+
+    Args:
+        joint: The graph.
+        forward_outputs: How many of its outputs belong to the forward.
+        split: The form, and how many pieces.
+
+    Raises:
+        CaptureError: It has no run, or none that can be split in this form.
+    """
+    copied, runs = splittable(joint, forward_outputs)
+    dropped: dict[int, torch.Tensor] = {}
+    for run in runs:
+        dropped |= _Pieces(copied, run, split, forward_outputs).run()
+    return SplitGraph(copied, runs, dropped)
+
+
+def splittable(joint: GraphModule, forward_outputs: int) -> tuple[GraphModule, list[Run]]:
+    """A copy of a joint graph, and its runs.
+
+    Raises:
+        NothingToSplit: It has none.
+    """
+    copied = _copied(joint)
+    _divide_means(copied)
+    runs, why = find_runs(copied, forward_outputs)
+    if not runs:
+        raise NothingToSplit(
+            f"split='loss': nothing that ends in the loss can be computed in pieces of rows: {why}. Plan "
+            "with split='none'"
+        )
+    return copied, runs
+
+
+def _copied(joint: GraphModule) -> GraphModule:
+    graph = FxGraph()
+    nodes: dict[Node, Node] = {}
+    for node in joint.graph.nodes:
+        nodes[node] = graph.node_copy(node, nodes.__getitem__)
+    return graph_module(joint, graph)
+
+
+def _divide_means(joint: GraphModule) -> None:
+    """Let a mean of negative log likelihoods be their sum, divided by the sum of their weights, and that be
+    computed of the targets alone, where each has a weight of one."""
+    graph = joint.graph
+    for node in graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default):
+        _, target, weight, reduction, ignored = node.args
+        results = {user.args[1]: user for user in node.users}
+        after = node.next
+        while after in results.values():
+            after = after.next
+        emit = _Emitter(graph, after, "is_forward")
+        total = results.get(1)
+        if total is not None and weight is None and reduction != 0:
+            counted = emit.call(node, aten.ne.Scalar, (target, ignored))
+            kwargs = {"dtype": total.meta["val"].dtype}
+            count = emit.call(node, aten.sum.dim_IntList, (counted, [0]), kwargs)
+            total.replace_all_uses_with(count)
+            total = count
+        if reduction == 1 and 0 in results:
+            node.args = (*node.args[:3], 2, ignored)
+            total = total or emit.call(node, operator.getitem, (node, 1))
+            mean = emit.call(node, aten.div.Tensor, (results[0], total))
+            results[0].replace_all_uses_with(mean, delete_user_cb=lambda user, mean=mean: user is not mean)
+    for node in graph.find_nodes(op="call_function", target=aten.nll_loss_backward.default):
+        gradient, *between, reduction, ignored, total = node.args
+        emit = _Emitter(graph, node, "is_backward")
+        if reduction == 1:
+            # Where all rows are ignored their gradients are zeros, not 0 / 0.
+            none = emit.call(node, aten.eq.Scalar, (total, 0))
+            count = emit.call(node, aten.masked_fill.Scalar, (total, none, 1))
+            gradient = emit.call(node, aten.div.Tensor, (gradient, count))
+        value = total.meta["val"]
+        unused = emit.call(node, aten.full.default, ([], 1.0), {"dtype": value.dtype, "device": value.device})
+        node.args = (gradient, *between, 2 if reduction == 1 else reduction, ignored, unused)
+
+
+class _Emitter:
+    """Emits calls before a node of a graph.
+
+    Args:
+        graph: The graph.
+        before: What the calls come before.
+        half: Whether they are "is_forward" or "is_backward".
+        runs_once: Whether they are never run again.
+    """
+
+    def __init__(self, graph: FxGraph, before: Node, half: str, runs_once: bool = False) -> None:
+        self._graph, self._before, self._half, self._runs_once = graph, before, half, runs_once
+
+    def place(self, places: Mapping[Node, int]) -> int:
+        """Before which place the calls are, of the graph as it was."""
+        return places[self._before]
+
+    def call(self, origin: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> Node:
+        """Emit one call in the place of ``origin``, from where its result is computed without data too."""
+        with self._graph.inserting_before(self._before):
+            node = self._graph.call_function(target, args, dict(kwargs or {}))
+        node.meta = {key: origin.meta[key] for key in _TOLD if key in origin.meta}
+        node.meta["partitioner_tag"] = self._half
+        if self._runs_once:
+            node.meta[RUNS_ONCE] = True
+        node.meta["val"] = _called(node, origin.meta["val"])
+        return node
+
+
+def _called(node: Node, like: Any) -> Any:
+    """What a call returns, without data; ``like`` is of the mode that such tensors are made in."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with fake.mode_of(_tensors([like])):
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for value in values:
+        yield from (
+            v for v in (value if isinstance(value, tuple | list) else (value,)) if isinstance(v, torch.Tensor)
+        )
+
+
+class _Pieces:
+    """One run of a graph, put into pieces."""
+
+    def __init__(self, joint: GraphModule, run: Run, split: Split, forward_outputs: int) -> None:
+        self._joint, self._run, self._split = joint, run, split
+        self._graph = joint.graph
+        self._forward_outputs = forward_outputs
+        self._place = {node: place for place, node in enumerate(self._graph.nodes)}
+        self._backward = aot_metadata.backward_calls(self._graph)
+        self._of_gradients = _reached(self._graph)
+        steps = run.steps
+        self._halves = (
+            [n for n in steps if n not in self._backward],
+            [n for n in steps if n in self._backward],
+        )
+        self._totals: dict[Node, Node] = {}  # what stands for sums over rows, and rows of products
+        self._parts: dict[Node, list[Node]] = {}  # rows of products, piece by piece
+        self._partial: dict[Node, Node] = {}  # sums over the rows of the pieces so far
+        self._rows_of: dict[tuple[Node, Rows, int], Node] = {}
+        self._hoisted: dict[Node, Node] = {}
+        count, pieces = run.rows, min(split.pieces, run.rows)
+        size = -(-count // pieces)
+        self._bounds = [(start, min(start + size, count)) for start in range(0, count, size)]
+
+    def run(self) -> dict[int, torch.Tensor]:
+        """Split; returns the results of the forward that are no longer there, by position."""
+        forward, backward = self._halves
+        early = self._split.form == "forward"
+        gradient = self._one_gradient() if early else None
+        read = forward if gradient is None else [*forward, *backward]
+        emit = _Emitter(
+            self._graph,
+            self._begin(forward, [n for n in self._operands(read) if n not in self._backward]),
+            "is_forward",
+            early,
+        )
+        one = None
+        if gradient is not None:
+            value = gradient.meta["val"]
+            kwargs = {"dtype": value.dtype, "device": value.device}
+            one = emit.call(gradient, aten.full.default, (list(value.shape), 1.0), kwargs)
+            self._hoisted[gradient] = one
+        made: list[dict[Node, Node]] = []
+        for i in range(len(self._bounds)):
+            made.append({})
+            self._piece(emit, forward, made[i], i)
+            if early:
+                self._piece(emit, backward, made[i], i)
+        self._finish(emit, forward)
+        if early:
+            self._finish(emit, backward)
+        dropped = self._drop_outputs(emit)
+        if gradient is not None:
+            later = _Emitter(self._graph, self._begin(backward, [gradient]), "is_backward")
+            for node in backward:
+                if node in self._totals and node in self._of_gradients:
+                    made_early = self._totals[node]
+                    self._totals[node] = later.call(node, aten.mul.Tensor, (made_early, gradient))
+        else:
+            later = _Emitter(self._graph, self._begin(backward, self._operands(backward)), "is_backward")
+            for i in range(len(self._bounds)):
+                self._piece(later, backward, made[i], i)
+            self._finish(later, backward)
+        for node, total in self._totals.items():
+            viewed = fake.storage_key(node.meta["val"])
+            node.replace_all_uses_with(total, delete_user_cb=lambda user: user not in self._run.steps)
+            self._look_at(total, viewed)
+        return dropped
+
+    def _look_at(self, total: Node, viewed: int) -> None:
+        """Let the views of what a result stands for be views of it."""
+        for user in total.users:
+            value = user.meta.get("val")
+            if isinstance(value, torch.Tensor) and fake.storage_key(value) == viewed:
+                user.meta["val"] = _called(user, value)
+                self._look_at(user, viewed)
+
+    # ---- where ----------------------------------------------------------------------------------------
+
+    def _operands(self, steps: Sequence[Node]) -> list[Node]:
+        """What operations of the run read from outside of it."""
+        return [n for step in steps for n in step.all_input_nodes if n not in self._run.steps]
+
+    def _begin(self, steps: Sequence[Node], operands: Sequence[Node]) -> Node:
+        """The node that pieces come before: what follows all that they read, or the first of them, where what
+        is computed of them is read before. Then what they read is computed there."""
+        first = min(steps, key=self._place.__getitem__)
+        last = max((*operands, first.prev), key=lambda n: self._place.get(n, -1))
+        if self._place.get(last, -1) < self._place[first]:
+            return first
+        readers = [u for s in steps if s in self._ends() for u in s.users if u not in self._run.steps]
+        early = any(self._place.get(reader, len(self._place)) <= self._place[last] for reader in readers)
+        return first if early else last.next
+
+    def _ends(self) -> set[Node]:
+        return {n for n, s in self._run.steps.items() if s.kind not in ("rows", "several")}
+
+    def _one_gradient(self) -> Node:
+        """The number that all gradients of the run are multiples of."""
+        _, backward = self._halves
+        found = {n for n in self._operands(backward) if n in self._of_gradients}
+        while len(found) > 1 or any(n.meta["val"].numel() > 1 for n in found):
+            last = max(found, key=self._place.__getitem__)
+            before = [n for n in last.all_input_nodes if n in self._of_gradients]
+            one = len(before) == 1 and (before[0].meta["val"].numel() == 1 or last.target in _VIEWS)
+            if not one or not is_linear(last, self._of_gradients):
+                raise CaptureError(_NOT_EARLY)
+            found = {*found - {last}, *before}
+        half = any(t.dtype is torch.float16 for t in _tensors(n.meta.get("val") for n in self._run.steps))
+        (gradient,) = found if found else (None,)
+        linear = all(is_linear(node, self._of_gradients) for node in backward)
+        if gradient is None or half or not linear:
+            raise CaptureError(_NOT_EARLY)
+        return gradient
+
+    # ---- what -----------------------------------------------------------------------------------------
+
+    def _piece(self, emit: _Emitter, steps: Sequence[Node], made: dict[Node, Node], number: int) -> None:
+        start, end = self._bounds[number]
+        for node in steps:
+            step = self._run.steps[node]
+
+            def take(n: Node, step: Piecewise = step) -> Node:
+                if n in made:
+                    return made[n]
+                rows = step.operands.get(n)
+                return self._outside(emit, n) if rows is None else self._sliced(emit, n, rows, number)
+
+            args = map_arg(step.args(end - start), take)
+            kwargs = map_arg(dict(step.kwargs), take)
+            if step.kind in ("sum", "mean"):
+                self._add(emit, node, step, args, kwargs)
+                continue
+            part = emit.call(node, step.target, args, kwargs)
+            if step.kind == "product":
+                self._parts.setdefault(node, []).append(part)
+            else:
+                made[node] = part
+
+    def _outside(self, emit: _Emitter, node: Node) -> Node:
+        """A value from outside of the run; what is computed behind the pieces is computed before them too."""
+        if node in self._totals:
+            return self._totals[node]
+        if node in self._hoisted:
+            return self._hoisted[node]
+        if self._place.get(node, -1) < emit.place(self._place) and node not in self._run.steps:
+            return node
+        if node in self._run.steps or node.op != "call_function" or operators.uses_generator(node.target):
+            raise CaptureError(_ALL_AT_ONCE)
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: self._outside(emit, n))
+        self._hoisted[node] = emit.call(node, node.target, args, kwargs)
+        return self._hoisted[node]
+
+    def _sliced(self, emit: _Emitter, node: Node, rows: Rows, number: int) -> Node:
+        key = node, rows, number
+        if key not in self._rows_of:
+            source, (start, end) = self._outside(emit, node), self._bounds[number]
+            shape = shape_of(node)
+            if rows.end - rows.start != 1:
+                source = emit.call(node, aten.view.default, (source, rows.sizes(shape, self._run.rows)))
+            self._rows_of[key] = emit.call(node, aten.slice.Tensor, (source, rows.start, start, end))
+        return self._rows_of[key]
+
+    def _add(self, emit: _Emitter, node: Node, step: Piecewise, args: Any, kwargs: Any) -> None:
+        total = self._partial.get(node)
+        wide = node.meta["val"].dtype in (torch.float32, torch.float64)
+        if total is not None and step.added and wide:
+            total = emit.call(node, aten.addmm.default, (total, *args))
+        else:
+            part = emit.call(node, step.target, args, kwargs)
+            if total is not None:
+                total = emit.call(node, aten.add.Tensor, (total, part))
+            elif node.meta["val"].dtype in (torch.bfloat16, torch.float16):
+                total = emit.call(node, aten._to_copy.default, (part,), {"dtype": torch.float32})
+            else:
+                total = part
+        self._partial[node] = total
+
+    def _finish(self, emit: _Emitter, steps: Sequence[Node]) -> None:
+        """Whole results, of the pieces that are there."""
+        for node in steps:
+            step, value = self._run.steps[node], node.meta["val"]
+            if node in self._parts:
+                assert step.rows is not None
+                whole = emit.call(node, aten.cat.default, (self._parts.pop(node), step.rows.start))
+            elif node in self._partial:
+                whole = self._partial.pop(node)
+                if step.kind == "mean":
+                    whole = emit.call(node, aten.div.Scalar, (whole, step.count))
+                if whole.meta["val"].dtype != value.dtype:
+                    whole = emit.call(node, aten._to_copy.default, (whole,), {"dtype": value.dtype})
+            else:
+                continue
+            if whole.meta["val"].shape != value.shape:
+                whole = emit.call(node, aten.view.default, (whole, list(value.shape)))
+            self._totals[node] = whole
+
+    def _drop_outputs(self, emit: _Emitter) -> dict[int, torch.Tensor]:
+        output = self._graph.output_node()
+        results: Any = list(output.args[0])  # type: ignore[arg-type]
+        dropped = {}
+        for position, node in enumerate(results[: self._forward_outputs]):
+            if node in self._run.outputs:
+                value = node.meta["val"]
+                dropped[position] = value
+                kwargs = {"dtype": value.dtype, "device": value.device}
+                results[position] = emit.call(node, aten.empty.memory_format, ([0],), kwargs)
+        output.args = (tuple(results),)
+        return dropped
+
+
+def _reached(graph: FxGraph) -> set[Node]:
+    """What is computed of the gradients that arrive."""
+    found = {
+        n
+        for n in graph.find_nodes(op="placeholder")
+        if isinstance(n.meta.get("desc"), aot_metadata.TangentAOTInput)
+    }
+    for node in graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes) and node.op == "call_function":
+            found.add(node)
+    return found

@@ -1,0 +1,435 @@
+"""Losses in pieces: the peak that is predicted, and gradients as near to the true ones as without a plan."""
+
+import copy
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import Phase, assume, given, settings
+from hypothesis import strategies as st
+
+import planner
+from planner.errors import CaptureError, FreedError, PlanMismatch
+from planner.graph.spec import Split
+from planner.planning.options import PlanOptions
+from planner.planning.prepare import Prepared, prepare
+from planner.planning.solve import _planned
+from planner.planning.split import _split
+from planner.training_step.step import Step
+from planner.user_plan import Plan
+from solvers.model.schedule import simulate
+
+VOCABULARY, WIDTH = 1000, 16
+
+
+def mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+
+def divided_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum") / 77
+
+
+def mean_of_rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").mean()
+
+
+def gathered(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    chosen = labels.clamp(min=0).unsqueeze(-1)
+    return -logits.log_softmax(-1).gather(-1, chosen).squeeze(-1).mean()
+
+
+def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), label_smoothing=0.1)
+
+
+def with_z_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return mean(logits, labels) + 1e-3 * logits.logsumexp(-1).square().mean()
+
+
+def capped(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return mean(5 * torch.tanh(logits / 5), labels)
+
+
+def weighted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    weight = torch.linspace(0.5, 1.5, logits.shape[-1]).to(logits.dtype)
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), weight=weight)
+
+
+LOSSES = [mean, divided_sum, mean_of_rows, gathered, smoothed, with_z_loss, capped, weighted]
+
+
+class LanguageModel(torch.nn.Module):
+    def __init__(self, loss: Any = mean, bias: bool = False, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
+        self.body = torch.nn.Linear(WIDTH, WIDTH)
+        self.head = torch.nn.Linear(WIDTH, VOCABULARY, bias=bias)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.loss = loss
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.body(self.embedding(ids)).tanh())
+        return {"loss": self.loss(logits, labels), "logits": logits}
+
+
+def batch(rows: tuple[int, ...] = (3, 50)) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    ids, labels = (torch.randint(0, VOCABULARY, rows) for _ in range(2))
+    labels[..., :5] = -100
+    return ids, labels
+
+
+def loss_of(output: dict[str, torch.Tensor]) -> torch.Tensor:
+    return output["loss"]
+
+
+def options(**given: Any) -> dict[str, Any]:
+    return {"outputs": "dropped", "costs": "roofline", "loss": loss_of, **given}
+
+
+def prepared(model: torch.nn.Module, args: tuple[Any, ...]) -> Prepared:
+    wanted = PlanOptions(**options(backend="eager", split="loss"))
+    return prepare(model, replace(Step.of(model, args, {}, loss_of, "dropped"), training=True), wanted)
+
+
+def in_pieces(step: Prepared, split: Split, budget: int | str = "min") -> Plan:
+    made = _split(step, split)
+    plan = _planned(made, made.budget(budget), lambda text, fraction: None)
+    return Plan.loads(plan.dumps())
+
+
+def check(model: torch.nn.Module, args: tuple[Any, ...], plan: Plan) -> None:
+    """The peak is the predicted one, and gradients and loss are near enough to those in double precision."""
+    report = planner.verify(model, args, plan=plan, loss=loss_of, repeats=0)
+    assert report.ok, report.problems
+    assert not report.exact
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+
+
+@pytest.mark.parametrize("form", ["forward", "backward"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses(loss: Any, form: Any) -> None:
+    torch.manual_seed(0)
+    model, args = LanguageModel(loss), batch()
+    step = prepared(model, args)
+    whole = simulate(step.problem.graph, step.problem.graph.base_schedule).peak_bytes
+    for pieces in (4, 7):
+        plan = in_pieces(step, Split(form, pieces))
+        assert plan.predicted.dynamic_peak_bytes < whole * 0.6
+        check(model, args, plan)
+
+
+def test_gradients_that_are_multiples_of_two_numbers_are_split_in_the_backward() -> None:
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return weighted(logits, labels) + 1e-3 * logits.logsumexp(-1).square().mean()
+
+    torch.manual_seed(0)
+    model, args = LanguageModel(loss), batch()
+    step = prepared(model, args)
+    check(model, args, in_pieces(step, Split("backward", 4)))
+    with pytest.raises(CaptureError, match="a sum over all of them"):
+        in_pieces(step, Split("forward", 4))
+
+
+@pytest.mark.parametrize("form", ["forward", "backward"])
+@pytest.mark.parametrize("kind", [{"bias": True}, {"tied": True}])
+def test_heads(kind: dict[str, bool], form: Any) -> None:
+    torch.manual_seed(0)
+    model, args = LanguageModel(**kind), batch()
+    check(model, args, in_pieces(prepared(model, args), Split(form, 4)))
+
+
+def test_a_frozen_head_has_no_gradient() -> None:
+    torch.manual_seed(0)
+    model, args = LanguageModel(), batch()
+    model.head.requires_grad_(False)
+    for form in ("forward", "backward"):
+        plan = in_pieces(prepared(model, args), Split(form, 4))  # type: ignore[arg-type]
+        check(model, args, plan)
+
+
+def test_two_heads_of_one_loss_are_one_run() -> None:
+    class Distilled(LanguageModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = torch.nn.Linear(WIDTH, VOCABULARY).requires_grad_(False)
+
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            hidden = self.embedding(ids)
+            student = self.head(self.body(hidden)).log_softmax(-1)
+            teacher = self.teacher(hidden).softmax(-1)
+            return {"loss": -(teacher * student).sum(-1).mean()}
+
+    torch.manual_seed(0)
+    model, args = Distilled(), batch()
+    for form in ("forward", "backward"):
+        plan = in_pieces(prepared(model, args), Split(form, 5))  # type: ignore[arg-type]
+        check(model, args, plan)
+        assert plan.graphs[0].split is not None
+        assert {run.module for run in plan.graphs[0].split.runs} == {"head", "teacher"}
+
+
+def test_the_gradient_that_arrives_multiplies_those_of_the_forward() -> None:
+    torch.manual_seed(0)
+    model, args = LanguageModel(), batch()
+    plan = in_pieces(prepared(model, args), Split("forward", 4))
+    alone = copy.deepcopy(model)
+    (3.5 * alone(*args)["loss"]).backward()
+    planned = plan.apply(model)
+    for _ in range(2):
+        planned.zero_grad()
+        (3.5 * planned(*args)["loss"]).backward()
+        for name, parameter in planned.named_parameters():
+            expected = alone.get_parameter(name).grad
+            assert torch.allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6), name
+
+
+def test_a_second_backward_is_an_error_where_the_first_used_up_the_gradients() -> None:
+    torch.manual_seed(0)
+    model, args = LanguageModel(), batch()
+    planned = in_pieces(prepared(model, args), Split("forward", 4)).apply(model)
+    loss = planned(*args)["loss"]
+    loss.backward(retain_graph=True)
+    with pytest.raises(FreedError, match="plan with split='none'"):
+        loss.backward()
+
+
+def test_a_loss_outside_of_the_module_is_split_in_a_planned_step() -> None:
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
+            self.head = torch.nn.Linear(WIDTH, VOCABULARY)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embedding(ids))
+
+    def train_step(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return mean(model(ids), labels)
+
+    torch.manual_seed(0)
+    model, args = Logits(), batch()
+    alone = copy.deepcopy(model)
+    train_step(alone, *args).backward()
+    with pytest.raises(CaptureError, match=r"with planner\.step"):
+        planner.plan(model, args[:1], budget="min", **options(split="loss", loss=lambda x: mean(x, args[1])))
+    planned = planner.step(train_step, budget="min", split="loss", outputs="dropped", costs="roofline")
+    planned(model, *args).backward()
+    for name, parameter in model.named_parameters():
+        expected = alone.get_parameter(name).grad
+        assert torch.allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6), name
+
+
+def test_regions_that_have_no_loss_stay_whole() -> None:
+    torch.manual_seed(0)
+    model, args = LanguageModel(), batch()
+    plan = planner.plan(model, args, budget="min", split="loss", regions=["body"], **options())
+    assert sum(graph.split is not None for graph in plan.graphs) == 1 < len(plan.graphs)
+    check(model, args, plan)
+
+
+def test_dropout_of_logits_is_not_split() -> None:
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return mean(F.dropout(logits, 0.1), labels)
+
+    with pytest.raises(CaptureError, match="needs all rows"):
+        planner.plan(LanguageModel(loss), batch(), budget="min", **options(split="loss"))
+
+
+def test_a_split_plan_is_shown_explained_and_reported(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model, args = LanguageModel(), batch()
+    plan = planner.plan(model, args, budget="min", split="loss", device="A100-80GB", **options())
+    assert "head" in plan.summary()
+    assert str(plan.explain("head"))
+    plan.report(tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size
+
+
+def test_half_precision_is_added_up_in_single_precision() -> None:
+    torch.manual_seed(0)
+    model, args = LanguageModel().bfloat16(), batch()
+    for form in ("forward", "backward"):
+        check(model, args, in_pieces(prepared(model, args), Split(form, 4)))  # type: ignore[arg-type]
+
+
+def test_what_a_hook_clips_is_split_in_the_backward() -> None:
+    class Clipped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient.clamp(-1e-5, 1e-5)
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return mean(Clipped.apply(logits), labels)
+
+    torch.manual_seed(0)
+    model, args = LanguageModel(loss), batch()
+    step = prepared(model, args)
+    check(model, args, in_pieces(step, Split("backward", 4)))
+    with pytest.raises(CaptureError, match="cannot be computed in the forward"):
+        in_pieces(step, Split("forward", 4))
+
+
+def test_all_rows_ignored_is_a_gradient_of_zeros() -> None:
+    torch.manual_seed(0)
+    model, (ids, labels) = LanguageModel(), batch()
+    for form in ("forward", "backward"):
+        planned = in_pieces(prepared(model, (ids, labels)), Split(form, 4)).apply(copy.deepcopy(model))  # type: ignore[arg-type]
+        loss = planned(ids, torch.full_like(labels, -100))["loss"]
+        loss.backward()
+        assert loss.isnan()
+        assert all(p.grad.count_nonzero() == 0 and not p.grad.isnan().any() for p in planned.parameters())
+
+
+def test_outputs_that_are_not_kept_say_so() -> None:
+    torch.manual_seed(0)
+    model, args = LanguageModel(), batch()
+    planned = planner.plan(model, args, budget="min", split="loss", **options()).apply(model)
+    logits = planned(*args)["logits"]
+    assert logits.shape == (3, 50, VOCABULARY)
+    for use in (
+        lambda: logits.argmax(-1).tolist(),
+        lambda: logits[0, 0, 0].item(),
+        lambda: logits + args[0][..., None],
+    ):
+        with pytest.raises(PlanMismatch, match="this output of the model was not kept"):
+            use()
+    with torch.no_grad():
+        assert planned(*args)["logits"].isfinite().all()
+
+
+@pytest.mark.filterwarnings("error:PyTorch traces")
+def test_other_shapes_are_as_many_pieces() -> None:
+    torch.manual_seed(0)
+    model = LanguageModel()
+    planned = planner.plan(model, batch(), budget="min", split="loss", **options()).apply(
+        copy.deepcopy(model)
+    )
+    for rows in ((3, 40), (2, 33), (3, 50)):
+        args = batch(rows)
+        alone = copy.deepcopy(model)
+        alone(*args)["loss"].backward()
+        planned.zero_grad()
+        planned(*args)["loss"].backward()
+        for name, parameter in planned.named_parameters():
+            expected = alone.get_parameter(name).grad
+            assert torch.allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6), name
+
+
+def test_a_plan_is_the_best_of_both_forms(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model, args = LanguageModel(), batch((8, 128))
+    without = planner.plan(model, args, budget="min", **options())
+    least = planner.plan(model, args, budget="min", split="loss", **options())
+    assert least.predicted.dynamic_peak_bytes < without.predicted.dynamic_peak_bytes / 2
+    fits = planner.plan(model, args, budget=without.predicted.peak_bytes // 2, split="loss", **options())
+    assert fits.predicted.seconds <= fits.no_recompute.seconds * 1.05
+    for plan in (least, fits):
+        assert "in pieces" in plan.summary()
+        assert "not equal in the last bits" in plan.summary()
+        plan.save(tmp_path / "plan.json")
+        check(model, args, Plan.load(tmp_path / "plan.json"))
+
+
+def test_where_all_fits_nothing_is_split() -> None:
+    torch.manual_seed(0)
+    model, args = LanguageModel(), batch()
+    plan = planner.plan(model, args, budget="200%", split="loss", **options())
+    assert plan.graphs[0].split is None
+    assert planner.verify(model, args, plan=plan, loss=loss_of, repeats=0).exact
+
+
+def test_a_budget_that_is_too_small_says_the_least() -> None:
+    torch.manual_seed(0)
+    model, args = LanguageModel(), batch((8, 128))
+    least = planner.plan(model, args, budget="min", split="loss", **options())
+    with pytest.raises(planner.InfeasibleBudget) as error:
+        planner.plan(model, args, budget=least.predicted.peak_bytes - 1, split="loss", **options())
+    assert error.value.minimum_bytes == least.predicted.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("given_options", "message"),
+    [
+        ({"outputs": "held"}, "plan with outputs='dropped'"),
+        ({"backend": "replay"}, "leave backend= out"),
+        ({"split": "all"}, "expected one of"),
+        ({"in_flight": 2}, "a single process"),
+        ({"parallel": "ddp:2"}, "a single process"),
+    ],
+)
+def test_what_cannot_be_split_says_what_to_do(given_options: dict[str, Any], message: str) -> None:
+    with pytest.raises(planner.PlannerError, match=message):
+        planner.plan(LanguageModel(), batch(), budget="min", **options(**{"split": "loss", **given_options}))
+
+
+def test_a_loss_of_all_rows_at_once_cannot_be_split() -> None:
+    def contrastive(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        rows = logits.flatten(0, -2)
+        return (rows @ rows.t()).log_softmax(0).diagonal().mean()
+
+    with pytest.raises(CaptureError, match=r"needs all rows of .* at once. Plan with split='none'"):
+        planner.plan(LanguageModel(contrastive), batch(), budget="min", split="loss", **options())
+
+
+ELEMENTWISE = {
+    "tanh": torch.tanh,
+    "scaled": lambda x: 0.5 * x,
+    "square": torch.square,
+    "shifted": lambda x: x - x.amax(-1, keepdim=True).detach(),
+    "softmax": lambda x: x.softmax(-1),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "normed": lambda x: x * (x.square().mean(-1, keepdim=True) + 1).rsqrt(),
+    "doubled": lambda x: x + x.sigmoid(),
+    "part": lambda x: x[..., 1:],
+    "viewed": lambda x: x.view(-1, x.shape[-1]).unsqueeze(0).squeeze(0),
+}
+REDUCED = {
+    "mean": lambda x: x.mean(),
+    "sum": lambda x: x.sum() / 100,
+    "rows": lambda x: x.logsumexp(-1).mean(),
+    "squares": lambda x: x.square().sum(-1).mean(),
+    "both": lambda x: x.mean() + x.square().mean(),
+}
+
+
+class RandomHead(torch.nn.Module):
+    def __init__(self, names: list[str], ending: str, bias: bool) -> None:
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 96, bias=bias)
+        self.steps, self.ending = [ELEMENTWISE[name] for name in names], REDUCED[ending]
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.head(self.body(x).tanh())
+        for step in self.steps:
+            x = step(x)
+        return {"loss": self.ending(x)}
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@given(
+    st.lists(st.sampled_from(sorted(ELEMENTWISE)), max_size=4),
+    st.sampled_from(sorted(REDUCED)),
+    st.booleans(),
+    st.sampled_from([(40,), (2, 21), (1, 30)]),
+    st.sampled_from(["forward", "backward"]),
+    st.integers(2, 6),
+)
+def test_random_row_wise_heads(
+    names: list[str], ending: str, bias: bool, rows: tuple[int, ...], form: Any, pieces: int
+) -> None:
+    linear = {"scaled", "part", "viewed"}
+    assume(not (linear.issuperset(names) and ending in ("mean", "sum")))  # gradients read no rows
+    torch.manual_seed(0)
+    model, args = RandomHead(names, ending, bias), (torch.randn(*rows, 4),)
+    check(model, args, in_pieces(prepared(model, args), Split(form, pieces)))
+    gc.collect()
