@@ -197,7 +197,7 @@ def prepare(
         if off is not None:
             raise PlannerError(f"split={options.split!r}: {off}. Plan with split='none'")
         options = replace(options, backend="eager")
-        most = 1 if options.regions is None else None
+        most = MOST_GRAPHS if options.regions is None else None
         return _prepare(model, step, options, progress=progress, like=like, most_graphs=most)
     if options.backend != "auto":
         if off is not None and options.backend != "replay":
