@@ -357,6 +357,16 @@ def test_a_budget_that_is_too_small_says_the_least() -> None:
     assert error.value.minimum_bytes == least.predicted.peak_bytes
 
 
+def test_a_budget_that_is_too_small_says_that_pieces_would_help() -> None:
+    model, args = LanguageModel(), batch((8, 128))
+    with pytest.raises(planner.InfeasibleBudget, match="MiB of it come from head: plan with split='loss'"):
+        planner.plan(model, args, budget="10%", **options())
+    small = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+    with pytest.raises(planner.InfeasibleBudget) as error:
+        planner.plan(small, (torch.randn(4, 8),), budget=1000)
+    assert "split" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("given_options", "message"),
     [

@@ -22,7 +22,7 @@ from planner.planning.encodings import (
 from planner.planning.make_plan import AS_WRITTEN, make_plan
 from planner.planning.prepare import Prepared
 from planner.planning.solve_for import solve_for
-from planner.planning.split import planned_in_pieces
+from planner.planning.split import planned_in_pieces, split_hint
 from planner.planning.within_budget import within_budget
 from planner.problem.selection import select
 from planner.progress import Progress, no_report, part_of
@@ -292,7 +292,7 @@ def infeasible(
     return InfeasibleBudget(
         f"budget {budget.text} is {format_bytes(budget.bytes)}, but {least} "
         f"is {format_bytes(whole.total_bytes)} ({whole.total_bytes:,} bytes), of which "
-        f"{_least_possible(whole, prepared)}",
+        f"{_least_possible(whole, prepared)}{split_hint(prepared)}",
         minimum_bytes=whole.total_bytes,
         budget_bytes=budget.bytes,
     )

@@ -11,7 +11,7 @@ from planner.errors import CaptureError, InfeasibleBudget
 from planner.graph.joint_graph import read_joint
 from planner.graph.spec import Split, SplitForm
 from planner.graph.split.pieces import NothingToSplit, split_joint, splittable
-from planner.planfile.budget import Budget
+from planner.planfile.budget import Budget, format_bytes
 from planner.planfile.plan import PlanRecord
 from planner.planning.prepare import Prepared
 from planner.problem.build import build_problem
@@ -24,6 +24,9 @@ LEAST_ROWS = 128
 
 _TIMED_SECONDS = 5.0
 """How long the operations of pieces are timed, where those of the step are."""
+
+_MUCH = 1 / 20
+"""Of the peak: smaller results are not worth pieces."""
 
 _SLOWER = 1.02
 """By how much a plan in the form "forward" is slower than the step for the other form to be looked at."""
@@ -108,6 +111,28 @@ def _pieces(prepared: Prepared) -> tuple[int, int]:
             while enough < most and run.bytes > enough * prepared.problem.final_bytes // 2:
                 enough *= 2
     return enough, most
+
+
+def split_hint(prepared: Prepared) -> str:
+    """The sentence to add where a budget is too small and pieces would help; empty where they would not."""
+    options = prepared.options
+    if options.split != "none" or options.backend != "eager" or options.in_flight or options.parallel:
+        return ""
+    held = prepared.problem.eager.peak_bytes
+    for graph in prepared.captured.graphs:
+        if graph.joint is None:
+            continue
+        try:
+            _, runs = splittable(graph.joint.module, graph.joint.forward_outputs)
+        except NothingToSplit:
+            continue
+        largest = max(runs, key=lambda run: run.bytes)
+        if largest.bytes >= held * _MUCH:
+            return (
+                f". {format_bytes(largest.bytes)} of it come from {largest.modules[0] or 'the module'}: plan "
+                "with split='loss', outputs='dropped' to compute what ends in the loss in pieces of rows"
+            )
+    return ""
 
 
 def split_as(plan: PlanRecord, prepared: Prepared) -> Prepared:
