@@ -77,7 +77,7 @@ def test_known_schedules_are_candidates() -> None:
 
 @pytest.mark.heavy
 def test_a_budget_proven_infeasible_is_not_searched_for_long() -> None:
-    graph = transformer(4)
+    graph = transformer(2)
     solution = portfolio.solve(graph, 1, time_limit=20)
     assert not solution.feasible
     assert solution.peak_bytes > 1
