@@ -353,9 +353,14 @@ def test_outputs_that_are_not_kept_say_so() -> None:
         lambda: logits.argmax(-1).tolist(),
         lambda: logits[0, 0, 0].item(),
         lambda: logits + args[0][..., None],
+        lambda: torch.zeros(()).add_(logits.sum()),
+        lambda: torch.zeros(3).fill_(logits.mean()),
+        lambda: torch.ones(3).div_(logits.mean()),
+        lambda: logits.detach().numpy(),
     ):
         with pytest.raises(PlanMismatch, match="this output of the model was not kept"):
             use()
+    assert type(torch.zeros_like(logits, device="cpu") + 1) is torch.Tensor
     with torch.no_grad():
         assert planned(*args)["logits"].isfinite().all()
 
