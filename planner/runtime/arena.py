@@ -154,6 +154,7 @@ class Arena:
             else:
                 gone.append(size)
         there = [s for s in segments if any(_within(address, [s]) for address, _ in kept)]
+        gone.sort()  # as the addresses are
         made = _reserved(memory, gone, there)
         self._addresses = [*(address for address, _ in kept), *made]
         self.sizes = [*(size for _, size in kept), *gone]
