@@ -277,6 +277,30 @@ def test_segments_that_have_gone_are_reserved_again() -> None:
     memory.allocator.free(stays)
 
 
+def test_segments_that_go_one_after_the_other_keep_their_sizes() -> None:
+    memory = SimulatedMemory()
+    arena = Arena([20 * MIB, 50 * MIB, 90 * MIB], 0, 0)
+    arena.look(memory)
+    for kept in ([20, 90], [20], [20, 90], [50]):
+        held = [memory.allocate(size * MIB) for size in kept]
+        memory.empty_cache()
+        del held
+        arena.look(memory)
+        assert sorted(size for _, size in memory.segments()) == [20 * MIB, 50 * MIB, 90 * MIB]
+
+
+def test_a_smaller_segment_at_the_same_address_is_another() -> None:
+    memory = SimulatedMemory()
+    arena = Arena([60 * MIB], 0, 0)
+    arena.look(memory)
+    ((address, _),) = memory.segments()
+    memory.empty_cache()
+    memory.segments = lambda: [(address, 20 * MIB)]  # type: ignore[method-assign]
+    before = memory.allocator.reserved_bytes
+    arena.look(memory)
+    assert memory.allocator.reserved_bytes == before + 60 * MIB
+
+
 def test_state_that_is_there_already_needs_no_room() -> None:
     memory, arena = SimulatedMemory(), Arena([20 * MIB, 100 * MIB], 50 * MIB, 30 * MIB)
     for size in (50 * MIB, 30 * MIB):

@@ -258,6 +258,58 @@ def test_half_precision_is_added_up_in_single_precision() -> None:
         check(model, args, in_pieces(prepared(model, args), Split(form, 4)))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("form", ["forward", "backward"])
+@pytest.mark.parametrize("loss", [mean, mean_of_rows])
+@pytest.mark.parametrize("kind", [{"bias": True}, {"tied": True}])
+def test_what_autocast_makes_of_a_head_is_rounded_once(kind: dict[str, bool], loss: Any, form: Any) -> None:
+    class Cast(LanguageModel):
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(ids, labels)
+
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model, args = Cast(loss, **kind), batch((4, 100))
+        check(model, args, in_pieces(prepared(model, args), Split(form, 2)))
+
+
+def test_sums_that_are_larger_than_any_number_of_half_precision() -> None:
+    def squares(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return logits.square().mean()
+
+    torch.manual_seed(0)
+    model, args = LanguageModel(squares).half(), batch((8, 512))
+    plan = in_pieces(prepared(model, args), Split("backward", 2))
+    check(model, args, plan)
+    assert plan.apply(model)(*args)["loss"].isfinite()
+
+
+@pytest.mark.parametrize("form", ["forward", "backward"])
+def test_double_precision(form: Any) -> None:
+    torch.manual_seed(0)
+    model, args = LanguageModel().double(), batch()
+    check(model, args, in_pieces(prepared(model, args), Split(form, 4)))
+
+
+def test_a_loss_that_is_scaled_by_a_number_that_is_drawn_behind_it() -> None:
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return mean(logits, labels) * torch.rand(())
+
+    torch.manual_seed(0)
+    model, args = LanguageModel(loss), batch()
+    check(model, args, in_pieces(prepared(model, args), Split("forward", 4)))
+
+
+def test_weights_of_zero_are_not_a_number_as_without_a_plan() -> None:
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        nothing = torch.zeros(VOCABULARY, dtype=logits.dtype)
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), weight=nothing)
+
+    torch.manual_seed(0)
+    model, args = LanguageModel(loss), batch()
+    check(model, args, in_pieces(prepared(model, args), Split("backward", 4)))
+
+
 def test_what_a_hook_clips_is_split_in_the_backward() -> None:
     class Clipped(torch.autograd.Function):
         @staticmethod
@@ -279,14 +331,15 @@ def test_what_a_hook_clips_is_split_in_the_backward() -> None:
         in_pieces(step, Split("forward", 4))
 
 
-def test_all_rows_ignored_is_a_gradient_of_zeros() -> None:
+@pytest.mark.parametrize("loss", [mean, weighted])
+def test_all_rows_ignored_is_a_gradient_of_zeros(loss: Any) -> None:
     torch.manual_seed(0)
-    model, (ids, labels) = LanguageModel(), batch()
+    model, (ids, labels) = LanguageModel(loss), batch()
     for form in ("forward", "backward"):
         planned = in_pieces(prepared(model, (ids, labels)), Split(form, 4)).apply(copy.deepcopy(model))  # type: ignore[arg-type]
-        loss = planned(ids, torch.full_like(labels, -100))["loss"]
-        loss.backward()
-        assert loss.isnan()
+        found = planned(ids, torch.full_like(labels, -100))["loss"]
+        found.backward()
+        assert found.isnan()
         assert all(p.grad.count_nonzero() == 0 and not p.grad.isnan().any() for p in planned.parameters())
 
 
@@ -300,9 +353,14 @@ def test_outputs_that_are_not_kept_say_so() -> None:
         lambda: logits.argmax(-1).tolist(),
         lambda: logits[0, 0, 0].item(),
         lambda: logits + args[0][..., None],
+        lambda: torch.zeros(()).add_(logits.sum()),
+        lambda: torch.zeros(3).fill_(logits.mean()),
+        lambda: torch.ones(3).div_(logits.mean()),
+        lambda: logits.detach().numpy(),
     ):
         with pytest.raises(PlanMismatch, match="this output of the model was not kept"):
             use()
+    assert type(torch.zeros_like(logits, device="cpu") + 1) is torch.Tensor
     with torch.no_grad():
         assert planned(*args)["logits"].isfinite().all()
 

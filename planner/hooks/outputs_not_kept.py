@@ -16,6 +16,8 @@ _NO_DATA = (
     "what you want of it in a forward under torch.no_grad(), which runs without the plan"
 )
 
+_LIKE = ("empty_like", "full_like", "ones_like", "rand", "zeros_like")
+
 
 class OutputNotKept(torch.Tensor):
     """An output without data. It knows its sizes and type; what needs data is an error that says why."""
@@ -25,9 +27,15 @@ class OutputNotKept(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         try:
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        except (RuntimeError, NotImplementedError) as error:
+            result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        except (RuntimeError, NotImplementedError, TypeError) as error:
             raise PlanMismatch(_NO_DATA) from error
+        results = result if isinstance(result, tuple | list) else (result,)
+        if all(r.is_meta for r in results if isinstance(r, torch.Tensor)):
+            return result
+        if isinstance(result, torch.Tensor) and func.__name__.startswith(("new_", *_LIKE)):
+            return result.as_subclass(torch.Tensor)  # of its sizes only
+        raise PlanMismatch(_NO_DATA)  # PyTorch adds a number without data to a tensor by doing nothing
 
 
 class OutputsNotKept(GraphHook):

@@ -149,11 +149,12 @@ class Arena:
         segments = memory.segments()
         kept, gone = list[tuple[int, int]](), list[int]()
         for address, size in zip(self._addresses, self.sizes, strict=True):
-            if _within(address, segments):
+            if _within(address, segments, size):  # the device gives addresses again
                 kept.append((address, size))
             else:
                 gone.append(size)
         there = [s for s in segments if any(_within(address, [s]) for address, _ in kept)]
+        gone.sort()  # as the addresses are
         made = _reserved(memory, gone, there)
         self._addresses = [*(address for address, _ in kept), *made]
         self.sizes = [*(size for _, size in kept), *gone]
@@ -172,8 +173,8 @@ def _reserved(memory: Memory, sizes: Sequence[int], there: Segments) -> list[int
     return addresses
 
 
-def _within(address: int, segments: Segments) -> bool:
-    return any(begin <= address < begin + size for begin, size in segments)
+def _within(address: int, segments: Segments, size: int = 1) -> bool:
+    return any(begin <= address and address + size <= begin + there for begin, there in segments)
 
 
 def _less(sizes: Sequence[int], by: int) -> list[int]:

@@ -9,7 +9,7 @@ Sums over rows are added up in place, in single precision at least.
 """
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -138,7 +138,12 @@ def _divide_means(joint: GraphModule) -> None:
         emit = _Emitter(graph, node, "is_backward")
         if reduction == 1:
             # Where all rows are ignored their gradients are zeros, not 0 / 0.
-            none = emit.call(node, aten.eq.Scalar, (total, 0))
+            _, target, weight = between
+            counted = total
+            if weight is not None:  # weights of zero are 0 / 0 without a plan too
+                found = emit.call(node, aten.ne.Scalar, (target, ignored))
+                counted = emit.call(node, aten.sum.dim_IntList, (found, [0]))
+            none = emit.call(node, aten.eq.Scalar, (counted, 0))
             count = emit.call(node, aten.masked_fill.Scalar, (total, none, 1))
             gradient = emit.call(node, aten.div.Tensor, (gradient, count))
         value = total.meta["val"]
@@ -198,7 +203,7 @@ class _Pieces:
         self._forward_outputs = forward_outputs
         self._place = {node: place for place, node in enumerate(self._graph.nodes)}
         self._backward = aot_metadata.backward_calls(self._graph)
-        self._of_gradients = _reached(self._graph)
+        self._of_gradients = _reached(self._graph, _gradients(self._graph))
         steps = run.steps
         self._halves = (
             [n for n in steps if n not in self._backward],
@@ -254,8 +259,12 @@ class _Pieces:
             self._finish(later, backward)
         for node, total in self._totals.items():
             viewed = fake.storage_key(node.meta["val"])
+            casts = [] if total.meta["val"].dtype == node.meta["val"].dtype else _casts(node)
             node.replace_all_uses_with(total, delete_user_cb=lambda user: user not in self._run.steps)
             self._look_at(total, viewed)
+            for cast in casts:
+                cast.replace_all_uses_with(cast.args[0])  # type: ignore[arg-type]
+                self._graph.erase_node(cast)
         return dropped
 
     def _look_at(self, total: Node, viewed: int) -> None:
@@ -302,6 +311,13 @@ class _Pieces:
         linear = all(is_linear(node, self._of_gradients) for node in backward)
         if gradient is None or half or not linear:
             raise CaptureError(_NOT_EARLY)
+        # The earliest such number is one in loss.backward(): to multiply by that rounds nothing.
+        late = _reached(self._graph, {*self._run.steps, *filter(_draws, self._graph.nodes)})
+        while late.isdisjoint(gradient.all_input_nodes) and is_linear(gradient, self._of_gradients):
+            before = [n for n in gradient.all_input_nodes if n in self._of_gradients]
+            if len(before) != 1 or before[0].meta["val"].numel() > 1:
+                break
+            (gradient,) = before
         return gradient
 
     # ---- what -----------------------------------------------------------------------------------------
@@ -361,7 +377,7 @@ class _Pieces:
             part = emit.call(node, step.target, args, kwargs)
             if total is not None:
                 total = emit.call(node, aten.add.Tensor, (total, part))
-            elif node.meta["val"].dtype in (torch.bfloat16, torch.float16):
+            elif part.meta["val"].dtype in (torch.bfloat16, torch.float16):
                 total = emit.call(node, aten._to_copy.default, (part,), {"dtype": torch.float32})
             else:
                 total = part
@@ -378,7 +394,7 @@ class _Pieces:
                 whole = self._partial.pop(node)
                 if step.kind == "mean":
                     whole = emit.call(node, aten.div.Scalar, (whole, step.count))
-                if whole.meta["val"].dtype != value.dtype:
+                if whole.meta["val"].dtype != value.dtype and not _casts(node):
                     whole = emit.call(node, aten._to_copy.default, (whole,), {"dtype": value.dtype})
             else:
                 continue
@@ -400,13 +416,38 @@ class _Pieces:
         return dropped
 
 
-def _reached(graph: FxGraph) -> set[Node]:
-    """What is computed of the gradients that arrive."""
-    found = {
+def _casts(node: Node) -> list[Node]:
+    """The casts to single precision that are all that is made of a result and its views; none where something
+    else is made of it."""
+    found = list[Node]()
+    for user in node.users:
+        if user.target is aten._to_copy.default and user.kwargs.get("dtype") is torch.float32:
+            found.append(user)
+        elif user.target in _VIEWS or user.target is aten.t.default:
+            found += (of_view := _casts(user))
+            if not of_view:
+                return []
+        else:
+            return []
+    return found
+
+
+def _draws(node: Node) -> bool:
+    return operators.uses_generator(node.target)
+
+
+def _gradients(graph: FxGraph) -> set[Node]:
+    """The gradients that arrive."""
+    return {
         n
         for n in graph.find_nodes(op="placeholder")
         if isinstance(n.meta.get("desc"), aot_metadata.TangentAOTInput)
     }
+
+
+def _reached(graph: FxGraph, begins: Collection[Node]) -> set[Node]:
+    """Nodes, and what is computed of them."""
+    found = set(begins)
     for node in graph.nodes:
         if not found.isdisjoint(node.all_input_nodes) and node.op == "call_function":
             found.add(node)

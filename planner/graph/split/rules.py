@@ -261,13 +261,16 @@ def _reduced(node: Node, known: Known) -> Piecewise | None:
     if len(over) != rows.end - rows.start:
         return None
     left = sorted({rows.dim(d) if d not in over else rows.start for d in dims})
+    kwargs = dict(node.kwargs)
+    if node.meta["val"].dtype in (torch.float16, torch.bfloat16):
+        kwargs["dtype"] = torch.float32  # sums may be larger than any number of half precision
     if node.target in (aten.sum.dim_IntList, aten.sum.default):
-        return Piecewise(
-            "sum", None, lambda _n: (source, left, keep), aten.sum.dim_IntList, kwargs=node.kwargs
-        )
+        return Piecewise("sum", None, lambda _n: (source, left, keep), aten.sum.dim_IntList, kwargs=kwargs)
     if node.target in (aten.mean.dim, aten.mean.default) and not node.kwargs:
         count = math.prod(shape[d] for d in dims)
-        return Piecewise("mean", None, lambda _n: (source, left, keep), aten.sum.dim_IntList, count=count)
+        return Piecewise(
+            "mean", None, lambda _n: (source, left, keep), aten.sum.dim_IntList, kwargs=kwargs, count=count
+        )
     return None
 
 
