@@ -220,7 +220,7 @@ def test_a_forward_whose_hook_counts_is_captured_and_the_count_is_as_before() ->
     [
         (Failing(), "no such luck"),
         (nn.Linear(4, 4).requires_grad_(False), "nothing to differentiate: no parameter of the module"),
-        (Answering(torch.Tensor.detach), "returned requires no gradient: it was detached, or made under"),
+        (Answering(torch.Tensor.detach), "output requires no gradient: it was detached, or made under"),
         (Answering(lambda y: None), "nothing to differentiate: the module returned None"),
         (Answering(lambda y: [1]), "the module returned a list without a tensor"),
     ],

@@ -245,7 +245,7 @@ def test_a_budget_below_what_the_programs_reach_is_infeasible() -> None:
     ("options", "text"),
     [
         ({"backend": "cuda"}, "backend='cuda': expected one of"),
-        ({"backend_options": {"max_autotune": False}}, "with backend='eager'"),
+        ({"backend_options": {"max_autotune": False}}, "with backend='auto'"),
         ({"backend": "inductor", "parallel": "ddp:2"}, "single process"),
         ({"backend": "inductor", "backend_options": {"no_such": 1}}, "no option 'no_such'"),
         ({"backend": "inductor", "backend_options": {1: 2}}, "no option 1"),

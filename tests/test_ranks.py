@@ -4,7 +4,14 @@ from typing import Any
 
 import pytest
 
-from planner.planfile.graph_record import GradientLayout, GraphRecord, OpRecord, Program
+from planner.planfile.graph_record import (
+    GradientLayout,
+    GraphRecord,
+    OpRecord,
+    Program,
+    SplitRecord,
+    SplitRun,
+)
 from planner.runtime.ddp import decisions_digest
 from tests.plans import layered_plan
 
@@ -19,6 +26,7 @@ OTHER: dict[str, Any] = {
     "unused_outputs": [1],
     "per_use_inputs": [0],
     "gradient_layouts": [GradientLayout(output=0, dimensions=[1, 0])],
+    "split": SplitRecord(form="forward", pieces=2, runs=[SplitRun(module="head", rows=4)]),
     "backward": [index for index in GRAPH.backward if index >= GRAPH.forward_length],
     "other_programs": [Program(backward=GRAPH.backward)],
     "packed": [0],

@@ -83,7 +83,8 @@ def capture(
         regions: Names of the submodules that are graphs of their own.
         rank: The rank whose step it is; None for a single process.
         decided: As for :func:`planner._torch.dynamo.dynamo_compile`.
-        most_graphs: With as many graphs, the next break is an error; None for no bound.
+        most_graphs: With as many graphs, the next break is an error, and each is where data decide what
+            runs; None for no bound.
 
     Raises:
         CaptureError: The step cannot run, or Dynamo makes no graph of it.
@@ -282,6 +283,9 @@ class _Capture:
             report("capturing the forward", 0.2)
             counted = graph_breaks.counted_breaks()
             cuda, data = self._cuda is not None, self.copied.data
+            # Where results decide the path, another step takes another one: that is no step of few graphs.
+            decides = self.copied.data or self.copied.answers is not None
+            most = most_graphs if most_graphs is None or not decides else 1
             backend = collector(runners, module, chosen_lowering(), cuda=cuda, data=data)
             (running := RunningRegions(regions, refuse_in_checkpoint)).put_in(module)
             compile_ = partial(
@@ -289,7 +293,7 @@ class _Capture:
                 run_forward,
                 backend,
                 parts=len(regions),
-                unbroken=lambda: most_graphs is not None and len(runners) >= most_graphs,
+                unbroken=lambda: most is not None and len(runners) >= most,
             )
             untraced = UntracedFunctions(runners)
             whole, region = (compile_(untraced=untraced, decided=decided) for _ in range(2))

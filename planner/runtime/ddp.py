@@ -43,7 +43,7 @@ _NOT_RUN: Any = {
     "ops": {"__all__": {"bytes", "seconds"}},
 }
 """Fields of a graph's record that decide nothing that runs: sizes, costs, and fields for readers."""
-_IN_SPEC: Any = dict.fromkeys(("unused_outputs", "per_use_inputs", "gradient_layouts"), True)
+_IN_SPEC: Any = dict.fromkeys(("unused_outputs", "per_use_inputs", "gradient_layouts", "split"), True)
 """Fields of it that :class:`GraphSpec` holds, whose own digest counts."""
 
 
