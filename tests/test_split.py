@@ -259,8 +259,7 @@ def test_half_precision_is_added_up_in_single_precision() -> None:
 
 
 @pytest.mark.parametrize("form", ["forward", "backward"])
-@pytest.mark.parametrize("loss", [mean, mean_of_rows])
-@pytest.mark.parametrize("kind", [{"bias": True}, {"tied": True}])
+@pytest.mark.parametrize(("kind", "loss"), [({"bias": True}, mean), ({"tied": True}, mean_of_rows)])
 def test_what_autocast_makes_of_a_head_is_rounded_once(kind: dict[str, bool], loss: Any, form: Any) -> None:
     class Cast(LanguageModel):
         def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ from planner._torch.tracing.callbacks import Callback, call_ours_in_any_stance
 from planner._torch.tracing.dynamo_patches import (
     backend_of,
     go_on_inside_modules,
-    no_setting_recommended,
+    nothing_told_or_timed,
     said_once,
     trace_like_eager,
 )
@@ -108,7 +108,7 @@ def dynamo_settings(*, symbolic: bool = False, parts: int = 0) -> Iterator[None]
     }
     with contextlib.ExitStack() as stack:
         stack.enter_context(dynamo.config.patch(**settings))
-        contexts = (no_setting_recommended, go_on_inside_modules, layouts_of_kernels)
+        contexts = (nothing_told_or_timed, go_on_inside_modules, layouts_of_kernels)
         for context in (*contexts, lists_count, states_apart):
             stack.enter_context(context())
         yield
