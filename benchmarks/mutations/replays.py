@@ -3,6 +3,7 @@
 from benchmarks.mutations.record import Change, Mutation
 
 _FOLLOW = "planner/replay/follow.py"
+_NOTED = "planner/replay/noted.py"
 _TESTS = "tests/test_replayed.py"
 _PATHS = "tests/test_replayed_paths.py"
 
@@ -18,7 +19,7 @@ REPLAYS = [
         "versions-of-what-is-read-again",
         "What is read again in the backward is as it was in the forward.",
         "Gradients are of weights that were changed meanwhile.",
-        (Change(_FOLLOW, "and self.owner._version != self.version\n", "and False\n"),),
+        (Change(_NOTED, "and self.owner._version != self.version\n", "and False\n"),),
         (f"{_TESTS}::test_what_is_changed_in_place_after_the_forward_is_an_error",),
     ),
     Mutation(

@@ -28,7 +28,7 @@ from planner.costs.cuda_scratch import cuda_scratch
 from planner.costs.devices import Device, find_device, round_bytes, same_processor
 from planner.costs.eager_timeline import EagerTimeline, eager_timeline
 from planner.costs.kernel_timer import MeasuredCosts
-from planner.costs.optimizer_step import OF_ANOTHER_MODEL, OptimizerStep, is_of_another_model, optimizer_step
+from planner.costs.optimizer_step import OF_ANOTHER_MODEL, is_of_another_model, optimizer_step
 from planner.costs.roofline import Costs
 from planner.costs.step_memory import StepMemoryModel
 from planner.costs.workspace import WorkspaceMeter
@@ -48,6 +48,7 @@ from planner.planning.backends import check_backend
 from planner.planning.cost_source import check_costs, find_costs
 from planner.planning.options import PlanOptions
 from planner.planning.runnable import refuse_what_cannot_run
+from planner.planning.throughout import bytes_throughout
 from planner.problem.allocations import planned_allocations
 from planner.problem.build import Problem, build_problem
 from planner.problem.encodings import Packing, find_packings
@@ -376,7 +377,7 @@ def _prepare(
     if here.type == "cuda":
         torch.cuda.empty_cache()  # blocks of other sizes than the step's, which it would split
     added_to = gradients_there(model, options.accumulate)
-    there = _there(captured, rank, model, added_to, step.in_flight)
+    there = bytes_throughout(captured, rank, model, added_to, step.in_flight)
     reduced = 0 if rank is None else rank.reduced_bytes(model, added_to)
     footprint = StepMemoryModel(
         target, there.resident(update, target), update, there.tensors(target), reduced
@@ -430,62 +431,6 @@ def unmeasured(meter: WorkspaceMeter) -> str:
     return (
         f"a torch.profiler session was open, in which the workspace of {len(meter.unmeasured)} operations "
         "could not be measured; it counts as 0, and the peak may be higher than predicted. Plan outside of it"
-    )
-
-
-@dataclass(frozen=True)
-class _There:
-    """Bytes of what is there throughout, in the order in which a training loop makes it."""
-
-    parameters: Sequence[int]
-    buffers: Sequence[int]
-    buckets: Sequence[int]
-    unreduced: Sequence[int]
-    gradients: Sequence[int]
-    inputs: Sequence[int]
-
-    def resident(self, update: OptimizerStep, device: Device) -> Resident:
-        def total(sizes: Sequence[int]) -> int:
-            return sum(round_bytes(device, size) for size in sizes)
-
-        return Resident(
-            parameter_bytes=total(self.parameters),
-            buffer_bytes=total(self.buffers),
-            input_bytes=total(self.inputs),
-            gradient_bytes=total(self.gradients),
-            optimizer_bytes=update.state_bytes,
-            bucket_bytes=total(self.buckets),
-            unreduced_bytes=total(self.unreduced),
-        )
-
-    def tensors(self, device: Device) -> tuple[int, ...]:
-        gradients = [*self.buckets, *self.unreduced, *self.gradients]
-        sizes = [*self.parameters, *self.buffers, *gradients, *self.inputs]
-        return tuple(round_bytes(device, size) for size in sizes)
-
-
-def _there(
-    captured: CapturedStep,
-    rank: Rank | None,
-    model: torch.nn.Module,
-    added_to: Sequence[bool],
-    in_flight: int | None = None,
-) -> _There:
-    def sizes(tensors: Sequence[torch.Tensor]) -> list[int]:
-        return [int(t.untyped_storage().nbytes()) for t in unique_storages(tensors)]
-
-    buffers, inputs = sizes(captured.buffers), sizes(captured.inputs)
-    if in_flight is not None:  # each has inputs of its own, and room for the gradients that it is sent
-        inputs = [*inputs, *(t.numel() * t.element_size() for t in captured.arriving)] * in_flight
-    if rank is None:
-        return _There(sizes(captured.parameters), buffers, (), (), sizes(captured.gradients), inputs)
-    return _There(
-        rank.parameter_bytes(model),
-        buffers,
-        rank.bucket_bytes(model, added_to),
-        rank.unreduced_bytes(model),
-        rank.gradient_bytes(model, added_to),
-        inputs,
     )
 
 

@@ -16,14 +16,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.overrides import enable_reentrant_dispatch
 
 from planner._torch import operators
 from planner._torch.autograd import CountingMode, graph_is_kept
 from planner._torch.execution.settings import set_as, settings
-from planner._torch.tensors import is_wrapper, storage_number, without_history
+from planner._torch.tensors import is_wrapper, without_history
 from planner.errors import FreedError, InputsChanged, warn
-from planner.graph.replay.rng import generator_state, run_from_state
+from planner.graph.replay.rng import run_from_state
 from planner.graph.replay.rnn_reserve import with_reserve
 from planner.replay import masks
 from planner.replay.besides import Besides
@@ -40,19 +39,22 @@ from planner.replay.calls import (
     without_statistics,
     written_operands,
 )
+from planner.replay.noted import (
+    Held,
+    Look,
+    Mask,
+    Plain,
+    Recipe,
+    alias,
+    among,
+    changed,
+    geometry_of,
+    look_at,
+    state_of_generators,
+)
 from planner.replay.program import Call, Program, Run
 from planner.replay.units import ROOT, Units
 from planner.training_step.user_lines import short_line
-
-Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype]
-
-
-def _changed(tensor: torch.Tensor) -> InputsChanged:
-    """The error where what a plan reads again was changed since the forward."""
-    return InputsChanged(
-        f"a tensor of shape {tuple(tensor.shape)} that the plan reads again in the backward was changed in "
-        "place after the forward read it: change a copy, or after the backward"
-    )
 
 
 class Steps:
@@ -98,46 +100,6 @@ class Steps:
         return True
 
 
-class _Look:
-    """How a tensor lies in a slot."""
-
-    __slots__ = ("geometry", "slot")
-
-    def __init__(self, slot: int, tensor: torch.Tensor) -> None:
-        self.slot = slot
-        self.geometry = (tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-
-
-class _Held:
-    """A tensor that a call reads and that is there throughout, at the version that it had."""
-
-    __slots__ = ("memory", "owner", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.memory = storage_number(tensor.untyped_storage())
-        self.version = 0 if tensor.is_inference() else tensor._version
-        # Inside of a dispatch mode an alias counts its writes by itself, but for one of a leaf.
-        self.owner = self.tensor = tensor
-        if tensor.grad_fn is not None:
-            base = tensor._base
-            if base is not None and base.grad_fn is None:
-                self.owner, self.tensor = base, tensor.detach()
-            else:
-                self.owner = self.tensor = _alias(tensor)
-
-    def there(self) -> torch.Tensor:
-        written = not self.owner.is_inference() and self.owner._version != self.version
-        if written or storage_number(self.tensor.untyped_storage()) != self.memory:
-            raise _changed(self.tensor)
-        if self.tensor.numel() and not self.tensor.untyped_storage().nbytes():
-            raise InputsChanged(
-                f"a tensor of shape {tuple(self.tensor.shape)} that the plan reads again in the backward has "
-                "no memory by then, as a parameter that fully_shard has not gathered: shard as planned, or "
-                "plan with the regions= that are sharded"
-            )
-        return self.tensor
-
-
 class _Packed:
     """What autograd holds in the place of a tensor that it saved and the plan drops."""
 
@@ -146,28 +108,7 @@ class _Packed:
     def __init__(self, step: "FollowedStep", save: int, slot: int, tensor: torch.Tensor) -> None:
         self.step, self.save, self.slot = step, save, slot
         self.handed_out: torch.Tensor | None = None  # until autograd lets go, as of what is kept
-        self.geometry = (tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-
-
-class _Recipe:
-    """A call with its arguments, the state of generators, and how PyTorch was set: it can run again."""
-
-    __slots__ = ("args", "func", "kwargs", "settings", "state")
-
-    def __init__(self, func: Any, args: Sequence[Any], kwargs: Any, state: Any, settings: Any) -> None:
-        self.func, self.args, self.kwargs, self.state, self.settings = func, args, kwargs, state, settings
-
-
-class _Mask:
-    """A mask that is kept as bits, and what its elements are that are not zero."""
-
-    __slots__ = ("count", "dtype", "kept")
-
-    def __init__(self, mask: torch.Tensor, kept: float) -> None:
-        self.count, self.dtype, self.kept = mask.numel(), mask.dtype, kept
-
-    def unpacked(self, bits: torch.Tensor) -> torch.Tensor:
-        return masks.unpack(bits, self.count, self.dtype, self.kept)
+        self.geometry = geometry_of(tensor)
 
 
 class FollowedStep:
@@ -196,8 +137,8 @@ class FollowedStep:
         self.slots: dict[int, torch.Tensor | None] = {}
         self.kept: set[int] = set()  # slots in which is what the forward itself made
         self.copied: set[int] = set()  # those of them of which Python has a tensor that counts by itself
-        self.recipes: dict[int, _Recipe] = {}
-        self.masks: dict[int, _Mask] = {}  # by slot: those that are kept as bits
+        self.recipes: dict[int, Recipe] = {}
+        self.masks: dict[int, Mask] = {}  # by slot: those that are kept as bits
         self.waiting: dict[int, int] = {}  # by slot: how many saves have not been handed out
         self.changed: set[int] = set()  # slots that a call has written to which the plan has not seen
         self.begun = False  # a backward asked for something
@@ -211,13 +152,13 @@ class FollowedStep:
         writes = operators.writes(func) and not is_batch_norm(func)
         if call.recorded and can_run_again(func):
             if operators.may_draw(func):
-                state = _generator_state(args, kwargs)
+                state = state_of_generators(args, kwargs)
             operands = iter(call.operands)
             own = call.written
             noted = [self._noted(a, operands, own) for a in args]
             named = {k: self._noted(v, operands, own) for k, v in kwargs.items()} if kwargs else kwargs
             if not writes or self._writes_slots(call, func, args, kwargs):
-                recipe = _Recipe(func, noted, named, state, settings())
+                recipe = Recipe(func, noted, named, state, settings())
         out = func(*args, **kwargs) if kwargs else func(*args)
         if recipe is not None:
             self.recipes[position] = recipe
@@ -231,7 +172,7 @@ class FollowedStep:
                 self.refs[slot] = weakref.ref(tensor.untyped_storage())
                 self.versions[slot] = tensor._version
                 if kept:
-                    self.slots[slot] = _alias(tensor)
+                    self.slots[slot] = alias(tensor)
                     self.kept.add(slot)
                     if is_factory(func):
                         self.copied.add(slot)
@@ -260,7 +201,7 @@ class FollowedStep:
         kept = masks.kept_by(func, out, args)
         if kept is not None and slot in self.steps.masks and self._is(slot, out) and masks.fills_storage(out):
             self.slots[bits] = masks.pack(out, kept)
-            self.masks[slot] = _Mask(out, kept)
+            self.masks[slot] = Mask(out, kept)
 
     def _is(self, slot: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in a slot's storage, as the noted calls left it."""
@@ -274,7 +215,7 @@ class FollowedStep:
         is written, as what ``_unsafe_view`` returns counts by itself."""
         if slot in self.copied or (writes and slot in self.kept):
             self.copied.discard(slot)
-            self.slots[slot] = _alias(tensor)
+            self.slots[slot] = alias(tensor)
 
     def _noted(self, argument: Any, operands: Iterator[int], own: Sequence[int]) -> Any:
         """An argument of a call that runs again; ``own`` are the slots that the call itself writes."""
@@ -283,10 +224,10 @@ class FollowedStep:
             there = slot >= 0 and self._is(slot, argument)
             if there and (slot in own or slot in self.kept or self._can_be_made(slot)):
                 self._watch(slot, argument)
-                return _Look(slot, argument)
+                return Look(slot, argument)
             if slot >= 0:
                 self.strayed = True
-            return _Held(argument)
+            return Held(argument)
         if isinstance(argument, list | tuple):
             return [self._noted(a, operands, own) for a in argument]
         return argument
@@ -334,7 +275,7 @@ class FollowedStep:
         for tensor in statistics_of(func, args):  # PyTorch does not count these
             storage = tensor.untyped_storage()
             for recipe in self.recipes.values():
-                for held in () if is_batch_norm(recipe.func) else _among(recipe, _Held):
+                for held in () if is_batch_norm(recipe.func) else among(recipe, Held):
                     if held.tensor.untyped_storage() is storage:
                         held.version = -1
 
@@ -445,7 +386,7 @@ class FollowedStep:
         base = self._in_slot(slot)
         if base is None:
             base = self._made_again(slot)
-        tensor = _look(base, packed.geometry)
+        tensor = look_at(base, packed.geometry)
         if not graph_is_kept():
             packed.handed_out = tensor
         self.waiting[slot] -= 1
@@ -473,7 +414,7 @@ class FollowedStep:
 
     def _run_all(self, save: int, keep: bool) -> None:
         if runs := self.steps.program.runs.get(save):
-            with _plain():
+            with Plain():
                 for run in runs:
                     self._run_again(run, keep)
 
@@ -544,14 +485,14 @@ class FollowedStep:
         return made
 
     def _given(self, noted: Any, own: dict[int, torch.Tensor]) -> Any:
-        if type(noted) is _Look:
+        if type(noted) is Look:
             base = own.get(noted.slot)
             if base is None:
                 base = self._in_slot(noted.slot)
             if base is None:
                 base = self._made_again(noted.slot)
-            return _look(base, noted.geometry)
-        if type(noted) is _Held:
+            return look_at(base, noted.geometry)
+        if type(noted) is Held:
             return noted.there()
         if type(noted) is list:
             return [self._given(one, own) for one in noted]
@@ -565,7 +506,7 @@ class FollowedStep:
         needed, pending = {slot}, [slot]
         while pending:
             for position in makers[pending.pop()]:
-                for look in _among(self._recipe(position), _Look):
+                for look in among(self._recipe(position), Look):
                     if look.slot not in needed and self._there(look.slot) is None:
                         needed.add(look.slot)
                         pending.append(look.slot)
@@ -579,9 +520,9 @@ class FollowedStep:
             assert first is not None
             every = sorted({c for _, s, _ in first.results for c in makers.get(s, ())})
             runs[position] = first, every
-            for look in (look for c in every for look in _among(self._recipe(c), _Look)):
+            for look in (look for c in every for look in among(self._recipe(c), Look)):
                 read_last[look.slot] = max(read_last.get(look.slot, -1), position)
-        with _plain():
+        with Plain():
             for position, (first, every) in runs.items():
                 for (_, s, _), made in zip(first.results, self._picked(every, found, first), strict=True):
                     found[s] = made
@@ -593,7 +534,7 @@ class FollowedStep:
                 del made
         return found[slot]
 
-    def _recipe(self, position: int) -> "_Recipe":
+    def _recipe(self, position: int) -> "Recipe":
         recipe = self.recipes.get(position)
         if recipe is None:
             raise FreedError(
@@ -616,7 +557,7 @@ class FollowedStep:
         """
         base = self.slots.get(slot)
         if base is not None and slot in self.kept and base._version != self.versions[slot]:
-            raise _changed(base)
+            raise changed(base)
         return base
 
     def _there(self, slot: int) -> torch.Tensor | None:
@@ -712,54 +653,3 @@ def followed(
         output = forward()
     step.finished()
     return output, step
-
-
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without history, with the same count of writes; inside of a dispatch mode."""
-    with enable_reentrant_dispatch(), torch.no_grad():
-        return tensor.detach()
-
-
-def _look(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    size, stride, offset, dtype = geometry
-    if base.dtype is dtype:
-        return base.as_strided(size, stride, offset)
-    made = torch.empty(0, dtype=dtype, device=base.device)
-    return made.set_(base.untyped_storage(), offset, size, stride)
-
-
-def _among(recipe: _Recipe, kind: type) -> list[Any]:
-    """The noted arguments of a kind."""
-    found: list[Any] = []
-    pending = [*recipe.args, *(recipe.kwargs or {}).values()]
-    while pending:
-        one = pending.pop()
-        if type(one) is kind:
-            found.append(one)
-        elif type(one) is list:
-            pending += one
-    return found
-
-
-def _generator_state(args: Any, kwargs: Any) -> tuple[torch.Tensor, str, int | None]:
-    """The state of the generators that an operator draws from, and whose they are."""
-    tensor = next(operands_of(args, kwargs), None)
-    device = torch.device("cpu") if tensor is None else tensor.device
-    return generator_state(device.type, device.index), device.type, device.index
-
-
-class _plain:  # noqa: N801
-    """A context in which operators run as below autograd in the forward: nothing is saved or cast."""
-
-    def __enter__(self) -> None:
-        self._grad = torch.no_grad()
-        self._grad.__enter__()
-        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        self._autocast = [torch.autocast(kind, enabled=False) for kind in kinds]
-        for region in self._autocast:
-            region.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for region in reversed(self._autocast):
-            region.__exit__(*error)
-        self._grad.__exit__(*error)

@@ -1,0 +1,81 @@
+"""The bytes that are there throughout a training step: parameters, buffers, inputs, gradients at entry."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from planner.capture.captured_step import CapturedStep
+from planner.costs.devices import Device, round_bytes
+from planner.costs.optimizer_step import OptimizerStep
+from planner.parallel.rank import Rank
+from planner.planfile.plan import Resident
+from planner.training_step.step import unique_storages
+
+
+@dataclass(frozen=True)
+class ThroughoutBytes:
+    """Bytes of what is there throughout, in the order in which a training loop makes it."""
+
+    parameters: Sequence[int]
+    buffers: Sequence[int]
+    buckets: Sequence[int]
+    unreduced: Sequence[int]
+    gradients: Sequence[int]
+    inputs: Sequence[int]
+
+    def resident(self, update: OptimizerStep, device: Device) -> Resident:
+        """Their sums, by what they are, with the optimizer's state."""
+
+        def total(sizes: Sequence[int]) -> int:
+            return sum(round_bytes(device, size) for size in sizes)
+
+        return Resident(
+            parameter_bytes=total(self.parameters),
+            buffer_bytes=total(self.buffers),
+            input_bytes=total(self.inputs),
+            gradient_bytes=total(self.gradients),
+            optimizer_bytes=update.state_bytes,
+            bucket_bytes=total(self.buckets),
+            unreduced_bytes=total(self.unreduced),
+        )
+
+    def tensors(self, device: Device) -> tuple[int, ...]:
+        """The size of each tensor, as the device's allocator rounds it."""
+        gradients = [*self.buckets, *self.unreduced, *self.gradients]
+        sizes = [*self.parameters, *self.buffers, *gradients, *self.inputs]
+        return tuple(round_bytes(device, size) for size in sizes)
+
+
+def bytes_throughout(
+    captured: CapturedStep,
+    rank: Rank | None,
+    model: torch.nn.Module,
+    added_to: Sequence[bool],
+    in_flight: int | None = None,
+) -> ThroughoutBytes:
+    """The bytes that are there throughout a captured step.
+
+    Args:
+        captured, model: The step, and its module.
+        rank: The rank whose step it is; None for a single process.
+        added_to: Whether each trainable parameter has a gradient when the step begins.
+        in_flight: How many micro-batches are between their forward and their backward, of a pipeline's stage.
+    """
+
+    def sizes(tensors: Sequence[torch.Tensor]) -> list[int]:
+        return [int(t.untyped_storage().nbytes()) for t in unique_storages(tensors)]
+
+    buffers, inputs = sizes(captured.buffers), sizes(captured.inputs)
+    if in_flight is not None:  # each has inputs of its own, and room for the gradients that it is sent
+        inputs = [*inputs, *(t.numel() * t.element_size() for t in captured.arriving)] * in_flight
+    if rank is None:
+        return ThroughoutBytes(sizes(captured.parameters), buffers, (), (), sizes(captured.gradients), inputs)
+    return ThroughoutBytes(
+        rank.parameter_bytes(model),
+        buffers,
+        rank.bucket_bytes(model, added_to),
+        rank.unreduced_bytes(model),
+        rank.gradient_bytes(model, added_to),
+        inputs,
+    )
