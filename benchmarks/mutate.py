@@ -36,6 +36,7 @@ from benchmarks.mutations.in_place import IN_PLACE
 from benchmarks.mutations.inside import INSIDE
 from benchmarks.mutations.loops import LOOPS
 from benchmarks.mutations.models import MODELS
+from benchmarks.mutations.pieces import PIECES
 from benchmarks.mutations.ranks import RANKS
 from benchmarks.mutations.record import Mutation, StaleMutationError
 from benchmarks.mutations.replays import REPLAYS
@@ -48,6 +49,7 @@ ROOT = Path(__file__).resolve().parent.parent
 THEMES = {
     "Every step": STEPS,
     "Replays": REPLAYS,
+    "Losses in pieces, arenas, patches": PIECES,
     "Shapes": SHAPES,
     "Training loops": LOOPS,
     "Models": MODELS,

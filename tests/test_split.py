@@ -23,6 +23,7 @@ from planner.user_plan import Plan
 from solvers.model.schedule import simulate
 
 VOCABULARY, WIDTH = 1000, 16
+ADD = torch.ops.aten.add.Tensor
 
 
 def mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -254,8 +255,14 @@ def test_a_split_plan_is_shown_explained_and_reported(tmp_path: Any) -> None:
 def test_half_precision_is_added_up_in_single_precision() -> None:
     torch.manual_seed(0)
     model, args = LanguageModel().bfloat16(), batch()
-    for form in ("forward", "backward"):
-        check(model, args, in_pieces(prepared(model, args), Split(form, 4)))  # type: ignore[arg-type]
+    step = prepared(model, args)
+    for split in (Split("forward", 4), Split("backward", 4)):
+        check(model, args, in_pieces(step, split))
+        (graph,) = [g for g in _split(step, split).captured.graphs if g.spec.split is not None]
+        assert graph.joint is not None
+        sums = [n.meta["val"] for n in graph.joint.module.graph.find_nodes(op="call_function", target=ADD)]
+        of_the_weight = [value.dtype for value in sums if value.numel() == VOCABULARY * WIDTH]
+        assert of_the_weight == [torch.float32] * 3  # the sum of four pieces
 
 
 @pytest.mark.parametrize("form", ["forward", "backward"])
