@@ -21,6 +21,16 @@ def _peak(model: nn.Module, *inputs: Any) -> int:
     return measure_peak(lambda: model(*inputs).backward(), "cpu").peak_bytes
 
 
+def _applied(model: nn.Module, x: torch.Tensor) -> planner.Plan:
+    """A plan that the model trains by, to the byte and without a word."""
+    plan = _planned(model, x)
+    plan.apply(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _peak(model, x) == plan.predicted.dynamic_peak_bytes
+    return plan
+
+
 class Experts(nn.Module):
     """Rows are sent to layers by data."""
 
@@ -45,11 +55,7 @@ def test_sizes_that_data_set_are_told_of() -> None:
     model, x = Experts(), torch.randn(60, 32)
     x[:, 0] = torch.arange(60) // 20
     eager = copy.deepcopy(model)
-    plan = _planned(model, x)
-    plan.apply(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert _peak(model, x) == plan.predicted.dynamic_peak_bytes
+    plan = _applied(model, x)
     x[:, 0] = 2
     with pytest.warns(
         planner.PlanWarning, match="saves takes .* bytes instead of .* Plan it where it takes most"
@@ -123,11 +129,7 @@ def test_calls_that_the_plan_has_not_seen_are_told_of_where_they_do_not_fit() ->
     torch.manual_seed(0)
     model, x = Beside(), torch.randn(64, 32)
     eager = copy.deepcopy(model)
-    plan = _planned(model, x)
-    plan.apply(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert _peak(model, x) == plan.predicted.dynamic_peak_bytes
+    plan = _applied(model, x)
     model.more = eager.more = True
     with pytest.warns(planner.PlanWarning, match="none of the plan's make .* bytes more than there is room"):
         assert _peak(model, x) > plan.predicted.dynamic_peak_bytes

@@ -145,8 +145,8 @@ class PlanOptions:
             peak is then that of these programs. On the CPU only, for one shape at a time.
         backend_options: Options of Inductor, as ``torch.compile(options=)`` takes them.
         split: "loss" may compute what ends in the loss in pieces of rows, one after the other: logits and
-            what the loss makes of them are then never there as a whole. It takes outputs="dropped", and one
-            graph. Gradients are as near to the true ones as without a plan, and not equal in the last bits,
+            what the loss makes of them are then never there as a whole. It takes outputs="dropped", and few
+            graphs. Gradients are as near to the true ones as without a plan, and not equal in the last bits,
             since sums over rows are added up in another order. "none": nothing is.
         solver: A name in ``solvers.SOLVERS``, or "auto" for the best that fits.
         time_limit: Wall seconds for the solver; half as many more for masks as bits.
