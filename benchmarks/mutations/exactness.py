@@ -223,8 +223,8 @@ EXACTNESS = [
         "It measures the step after that.",
         (
             Change(
-                "planner/verification/verify.py",
-                "        before.generators.restore()  # a path that random numbers decide",
+                "planner/verification/compared_steps.py",
+                "        self._before.generators.restore()  # a path that random numbers decide",
                 "        pass  # a path that random numbers decide",
             ),
         ),

@@ -82,8 +82,8 @@ LOOPS = [
         "The second one differentiates what the first has.",
         (
             Change(
-                "planner/verification/verify.py",
-                "                if carries:\n                    before.python.put_back_history()\n",
+                "planner/verification/compared_steps.py",
+                "            if self._carries_history:\n                self._before.python.put_back_history()\n",
                 "",
             ),
         ),

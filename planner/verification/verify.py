@@ -2,33 +2,30 @@
 
 import contextlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from planner._torch import modules
 from planner._torch.autocast_state import what_is_noted_stays
-from planner._torch.cuda.recurrent_state import make_dropout_states
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner.blocks.running import blocks_run_as_written
-from planner.capture.carried_history import is_of_carried_history
 from planner.errors import PlanMismatch
 from planner.interrupts import at_stages, held_interrupts
 from planner.planfile.plan import PlanRecord
 from planner.planning.options import check_options
 from planner.progress import Progress
 from planner.runtime.install import check_fits, installed_plan, put_in
-from planner.runtime.installed import InstalledCall
 from planner.training_step.arrivals.suspended import only_hooks_that_are_put_back
 from planner.training_step.inputs import InputError, Inputs, read_step
-from planner.training_step.snapshot import StepSnapshot
-from planner.training_step.step import Loss, Outputs, checked_outputs, tensors_in
+from planner.training_step.step import Loss, Outputs, Step, checked_outputs, tensors_in
 from planner.training_step.wrappers import refuse_without_shape
 from planner.verification.again import look_again
-from planner.verification.measure import MemoryMeasurement, measure_peak, time_steps
+from planner.verification.compared_steps import ComparedSteps
+from planner.verification.measure import MemoryMeasurement
 from planner.verification.outcomes import Outcome, Spread, difference
 from planner.verification.yardstick import Yardstick
 
@@ -124,6 +121,33 @@ def verify(
     report = at_stages(progress)
     step = read_step(model, args, kwargs, loss, of="verify")
     check_options(repeats=repeats, progress=progress)
+    plan = _checked_plan(plan, model)
+    step = replace(step, outputs=checked_outputs(plan.model.outputs if outputs is None else outputs))
+    tensors = [*model.parameters(), *model.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    unplanned = _unplanned_steps(device)
+    steps = ComparedSteps(
+        model, step, _added_to(plan, model), outcomes=unplanned + 2, repeats=repeats, report=report
+    )
+    with contextlib.ExitStack() as as_written:
+        as_written.callback(steps.put_back)
+        as_written.enter_context(what_is_noted_stays())
+        as_written.enter_context(only_hooks_that_are_put_back(model, none=not plan.is_exact))
+        check_fits(plan, model)
+        planned = put_in(plan, model, arena=False)  # its peak is that of tensors
+        planned.retire()
+        as_written.enter_context(blocks_run_as_written())
+        if plan.target.backend != "inductor":  # as it runs by the plan
+            as_written.enter_context(parts_run_uncompiled())
+        steps.begin(planned)
+        compared = _compare(model, step, plan, steps, unplanned, spread_allowed=device.type != "cpu")
+        peaks = steps.peaks(device)
+        times = steps.times(device)
+    return _report(plan, device, compared, peaks, times)
+
+
+def _checked_plan(plan: PlanRecord | None, model: torch.nn.Module) -> PlanRecord:
+    """The plan that is given, or installed, for a module in the mode that it is in."""
     if plan is not None and not isinstance(plan, PlanRecord):
         raise InputError(f"plan= is a {type(plan).__name__}: pass the plan, from a file as Plan.load(path)")
     refuse_without_shape(model, "verify")
@@ -137,118 +161,45 @@ def verify(
             f"the plan is for {mode} mode, the model is in {modes[model.training]} mode: call model.{mode}() "
             f"first, or plan with training={model.training}"
         )
-    step = replace(step, outputs=checked_outputs(plan.model.outputs if outputs is None else outputs))
-    before = StepSnapshot.take(model, step, "module")
-    fresh_inputs = StepSnapshot.take(torch.nn.Module(), replace(step, loss=None), "module", earlier=before)
-    tensors = [*model.parameters(), *model.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
-    device = tensors[0].device if tensors else torch.device("cpu")
-    installed = modules.installed_call(model)
-    original = installed.previous if isinstance(installed, InstalledCall) else installed
-    waiting = isinstance(installed, InstalledCall) and installed.unplanned.waiting
-    accumulated = _added_to(plan, model)
-    as_written = contextlib.ExitStack()
-    try:
-        as_written.enter_context(what_is_noted_stays())
-        as_written.enter_context(only_hooks_that_are_put_back(model, none=not plan.is_exact))
-        check_fits(plan, model)
-        planned = put_in(plan, model, arena=False)  # its peak is that of tensors
-        planned.retire()
-        sides: tuple[Callable[..., Any] | None, ...] = (original, planned)
-        as_written.enter_context(blocks_run_as_written())
-        if plan.target.backend != "inductor":  # as it runs by the plan
-            as_written.enter_context(parts_run_uncompiled())
-        before.restore()
-        before.drop_gradients()
-        modules.install_call(model, original)
-        report("running the unplanned step", 0.0)
-        step.run(model)
-        before.drop_gradients()
-        fresh_inputs.restore()  # each step of training has its own
-        before.generators.restore()  # a path that random numbers decide is then the planned one
-        state = StepSnapshot.take(model, step, "module", earlier=before)  # with the caches of a first forward
-        taken, unplanned = 0, _unplanned_steps(device)
-        stages = 5 + unplanned + 2 * (repeats + 1)
+    return plan
 
-        def restore() -> None:
-            torch.clear_autocast_cache()  # in training each step is in an autocast region of its own
-            state.restore()
-            state.drop_gradients()
-            make_dropout_states(model)
-            for parameter in accumulated:
-                parameter.grad = torch.zeros_like(parameter)
 
-        def put(call: Callable[..., Any] | None) -> None:
-            if call is planned:
-                planned.put_back_in()  # restoring attributes has removed its regions
-            else:
-                modules.install_call(model, call)
+class _Compared(NamedTuple):
+    """What an unplanned and a planned step left, and what tells whether that is the same: how far unplanned
+    steps are apart or, for a plan that rounds otherwise than eager, the step in double precision."""
 
-        def outcome(call: Callable[..., Any] | None) -> Outcome:
-            nonlocal taken
-            taken += 1
-            side = "unplanned" if call is original else "planned"
-            report(f"comparing: running the {side} step", min(taken, unplanned + 2) / stages)
-            restore()
-            put(call)
-            return Outcome(model, step, state.python.generators)
+    unplanned: Outcome
+    planned: Outcome
+    spread: Spread
+    yardstick: Yardstick | None
 
-        carries = False
-        try:
-            reference = outcome(original)
-        except RuntimeError as error:
-            if not is_of_carried_history(error):
-                raise
-            carries = True
-            restore()
-            before.python.put_back_history()
-            state = StepSnapshot.take(model, step, "module", earlier=before)
-            reference = outcome(original)
-        spread = Spread(reference, allowed=device.type != "cpu")
-        for _ in range(unplanned - 1):
-            spread.add(outcome(original))
-        yardstick = None
-        if not plan.is_exact:
-            report("running the step in double precision", taken / stages)
-            modules.install_call(model, None)
-            options = plan.target.backend_options if plan.target.backend == "inductor" else None
-            yardstick = Yardstick(model, step, options, restore, reference)
-        outcome(planned)  # the first planned step captures, and is not compared
-        second = outcome(planned)
-        if yardstick is None and spread.allowed:
-            look_again(spread, second, partial(outcome, original), partial(outcome, planned))
 
-        def runner(call: Callable[..., Any] | None) -> Callable[[], object]:
-            def run() -> object:
-                put(call)
-                if carries:
-                    before.python.put_back_history()
-                return step.run(model)
-
-            return run
-
-        peaks = []
-        for index, call in enumerate(sides):
-            done = (3 + unplanned + index) / stages
-            report(f"measuring the peak of the {('unplanned', 'planned')[index]} step", done)
-            restore()
-            peaks.append(measure_peak(runner(call), device))
-        times: list[list[float]] = [[], []]
-        if repeats:
-            restore()
-
-            def tell(index: int) -> None:
-                done = 1 - 2 * (repeats - index) / stages
-                report(f"timing pair {index + 1} of {repeats}", done)
-
-            timed = [_fresh(runner(c), model) for c in sides]
-            times = time_steps(timed, repeats, device=device, before=tell)
-    finally:
-        as_written.close()
-        before.restore()
-        modules.install_call(model, installed)
-        if isinstance(installed, InstalledCall):
-            installed.reinstate(waiting=waiting)
-    return _report(plan, device, reference, spread, second, peaks[1], peaks[0], times, yardstick)
+def _compare(
+    model: torch.nn.Module,
+    step: Step,
+    plan: PlanRecord,
+    steps: ComparedSteps,
+    unplanned: int,
+    *,
+    spread_allowed: bool,
+) -> _Compared:
+    reference = steps.reference()
+    spread = Spread(reference, allowed=spread_allowed)
+    for _ in range(unplanned - 1):
+        spread.add(steps.outcome(planned=False))
+    yardstick = None
+    if not plan.is_exact:
+        steps.tell("running the step in double precision")
+        modules.install_call(model, None)
+        options = plan.target.backend_options if plan.target.backend == "inductor" else None
+        yardstick = Yardstick(model, step, options, steps.restore, reference)
+    steps.outcome(planned=True)  # the first planned step captures, and is not compared
+    planned = steps.outcome(planned=True)
+    if yardstick is None and spread.allowed:
+        look_again(
+            spread, planned, partial(steps.outcome, planned=False), partial(steps.outcome, planned=True)
+        )
+    return _Compared(reference, planned, spread, yardstick)
 
 
 def _added_to(plan: PlanRecord, model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -272,10 +223,14 @@ NOT_TWICE = (
 
 
 def _report(
-    plan: PlanRecord, device: torch.device, reference: Outcome, spread: Spread, planned: Outcome,
-    peak: MemoryMeasurement, baseline_peak: MemoryMeasurement, times: Sequence[Sequence[float]],
-    yardstick: Yardstick | None,
-) -> Report:  # fmt: skip
+    plan: PlanRecord,
+    device: torch.device,
+    compared: _Compared,
+    peaks: tuple[MemoryMeasurement, MemoryMeasurement],
+    times: tuple[list[float], list[float]],
+) -> Report:
+    reference, planned, spread, yardstick = compared
+    baseline_peak, peak = peaks
     problems: list[str] = []
     exact = yardstick is None
     if yardstick is not None and yardstick.problem is not None:
@@ -332,11 +287,3 @@ def _report(
 def _unplanned_steps(device: torch.device) -> int:
     """How many show what is deterministic: sums that a GPU does in any order are often equal twice."""
     return 2 if device.type == "cpu" else 5
-
-
-def _fresh(run: Callable[[], object], model: torch.nn.Module) -> Callable[[], object]:
-    def step() -> object:
-        model.zero_grad(set_to_none=True)
-        return run()
-
-    return step
