@@ -157,8 +157,8 @@ INSIDE = [
         (
             Change(
                 "planner/capture/graphs/graph_runner.py",
-                "with under_autocast(self._autocast), torch.set_grad_enabled(self._grad_enabled), dtype:",
-                "with under_autocast(self._autocast), dtype:",
+                "with under_autocast(self.autocast), torch.set_grad_enabled(self.grad_enabled), dtype:",
+                "with under_autocast(self.autocast), dtype:",
             ),
         ),
         ("tests/test_operators.py::test_a_custom_autograd_function_that_breaks_the_graph",),

@@ -85,13 +85,9 @@ class UntracedFunctions:
 
 
 def let_go(runners: Iterable[GraphRunner]) -> None:
-    """Empty runners that no step will call any more.
-
-    Dynamo keeps what it compiled for as long as the process lives, and with them it would keep the model that
-    was planned, its copy, and the example inputs.
-    """
+    """Empty runners that no step will call any more."""
     for runner in runners:
-        vars(runner).clear()
+        runner.let_go()
 
 
 def collector(
