@@ -8,7 +8,7 @@ problem (what a solver sees) and the rewriter (what is emitted) are built on thi
 
 import hashlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -136,6 +136,7 @@ class JointGraph:
 
     def __post_init__(self) -> None:
         self._keys: dict[int, int] = {}
+        self._maker: dict[int, JointOp] = {}
         self._read()
 
     @cached_property
@@ -204,75 +205,83 @@ class JointGraph:
     # ---- reading -----------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
-        self._on_gpu = any(t.is_cuda for n in placeholders for t in call_tensors(n.meta.get("val")))
-        mutated_nodes = {n for i, n in enumerate(placeholders) if i in self.mutated}
-        mutated_storages: set[int] = set()
-        maker: dict[int, JointOp] = {}
-        for node in placeholders:
-            value = node.meta.get("val")
-            if isinstance(value, torch.Tensor):
-                # Activations handed over by an earlier graph and tangents are inputs too; the
-                # problem decides which of them are dynamic. Here each has a storage of its own.
-                self.storage_of[node] = self._storage(value)
-                if node in mutated_nodes:
-                    mutated_storages.add(self.storage_of[node])
+        written_inputs = self._read_inputs()
         in_backward = aot_metadata.backward_calls(self.graph)
         for node in self.graph.nodes:
+            value = node.meta.get("val")
             if node.op == "get_attr":
-                value = node.meta.get("val", getattr(self.module, node.target, None))
-                if isinstance(value, torch.Tensor):
+                if isinstance(node.meta.get("val", getattr(self.module, node.target, None)), torch.Tensor):
                     self.storage_of[node] = RESIDENT
+            elif node.op != "call_function" or self.is_size(node):
                 continue
-            if node.op != "call_function" or self.is_size(node):
-                continue
-            if fake.held_object(node.meta.get("val")) is not None:
+            elif fake.held_object(value) is not None:
                 continue  # a part of a mesh: traced only where nothing asked for it before in this process
-            if node.target is operator.getitem:
-                value = node.meta.get("val")
+            elif node.target is operator.getitem:
                 if isinstance(value, torch.Tensor):
                     self.storage_of[node] = self._storage(value)
-                continue
-            reads = tuple(dict.fromkeys(s for i in node.all_input_nodes for s in self.storages_of(i)))
-            call = writing(node)
-            written = None if call is None else self.storage_of[call.operand(node)]
-            if operators.waits(node.target) and node.args[0] in self.op_of:
-                # As if it wrote the result, while what is reduced or gathered is still read.
-                written = self.storage_of[node.args[0]]
-                if operators.reads_until_waited_for(node.args[0].target):
-                    reads = tuple(dict.fromkeys((*reads, *self.ops[self.op_of[node.args[0]]].reads)))
-            if node.target is torch.ops.aten._unsafe_view.default and node.args[0] in self.storage_of:
-                # A view, though what PyTorch remembers of calls without data may be a tensor of its own.
-                self._keys[fake.storage_key(node.meta["val"])] = self.storage_of[node.args[0]]
-            if written is not None:
-                self._keys[fake.storage_key(node.meta["val"])] = written
-            allocates: list[int] = []
-            for value in call_tensors(node.meta.get("val")):
-                known = len(self.storage_bytes)
-                number = self._storage(value)
-                if number >= known:
-                    allocates.append(number)
-            if isinstance(node.meta.get("val"), torch.Tensor):
-                self.storage_of[node] = self._storage(node.meta["val"])
-            if not allocates and reads and _is_aliasing(node) and written is None:
-                continue
-            rule = rule_of(node)
-            read_again = [s for n in rule.reads_again(node) for s in self.storages_of(n)]
-            op = JointOp(
-                index=len(self.ops),
-                node=node,
-                backward=node in in_backward,
-                reads=reads,
-                allocates=tuple(allocates),
-                rule=rule,
-                reads_mutated=not mutated_storages.isdisjoint(read_again),
-                written=written,
-            )
-            maker.update(dict.fromkeys(allocates, op))
-            if written is not None and not op.backward and RUNS_ONCE not in node.meta:
-                maker[written].writers.append(op)
-            self.op_of[node] = op.index
-            self.ops.append(op)
+            else:
+                self._read_call(node, written_inputs, backward=node in in_backward)
+
+    def _read_inputs(self) -> set[int]:
+        """Give each input a storage of its own; returns the storages of those that the graph writes to.
+
+        Activations handed over by an earlier graph and tangents are inputs too: the problem decides which of
+        them are dynamic.
+        """
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        self._on_gpu = any(t.is_cuda for n in placeholders for t in call_tensors(n.meta.get("val")))
+        for node in placeholders:
+            if isinstance(value := node.meta.get("val"), torch.Tensor):
+                self.storage_of[node] = self._storage(value)
+        written = (node for i, node in enumerate(placeholders) if i in self.mutated)
+        return {self.storage_of[node] for node in written if node in self.storage_of}
+
+    def _read_call(self, node: Node, written_inputs: Set[int], *, backward: bool) -> None:
+        """Read a call: an operation, unless it only hands on memory that is there."""
+        reads, written = self._memory_of(node)
+        value = node.meta.get("val")
+        known = len(self.storage_bytes)
+        numbers = [self._storage(tensor) for tensor in call_tensors(value)]
+        allocates = tuple(dict.fromkeys(number for number in numbers if number >= known))
+        if isinstance(value, torch.Tensor):
+            self.storage_of[node] = self._storage(value)
+        if not allocates and reads and _is_aliasing(node) and written is None:
+            return
+        rule = rule_of(node)
+        read_again = [s for n in rule.reads_again(node) for s in self.storages_of(n)]
+        op = JointOp(
+            index=len(self.ops),
+            node=node,
+            backward=backward,
+            reads=reads,
+            allocates=allocates,
+            rule=rule,
+            reads_mutated=not written_inputs.isdisjoint(read_again),
+            written=written,
+        )
+        self._maker.update(dict.fromkeys(allocates, op))
+        if written is not None and not backward and RUNS_ONCE not in node.meta:
+            self._maker[written].writers.append(op)
+        self.op_of[node] = op.index
+        self.ops.append(op)
+
+    def _memory_of(self, node: Node) -> tuple[tuple[int, ...], int | None]:
+        """The storages that a call reads, and the one that it writes in place; its result lies there."""
+        reads = tuple(dict.fromkeys(s for i in node.all_input_nodes for s in self.storages_of(i)))
+        call = writing(node)
+        written = None if call is None else self.storage_of[call.operand(node)]
+        first: Any = node.args[0] if node.args else None
+        if operators.waits(node.target) and first in self.op_of:
+            # As if it wrote the result, while what is reduced or gathered is still read.
+            written = self.storage_of[first]
+            if operators.reads_until_waited_for(first.target):
+                reads = tuple(dict.fromkeys((*reads, *self.ops[self.op_of[first]].reads)))
+        if node.target is torch.ops.aten._unsafe_view.default and first in self.storage_of:
+            # A view, though what PyTorch remembers of calls without data may be a tensor of its own.
+            self._keys[fake.storage_key(node.meta["val"])] = self.storage_of[first]
+        if written is not None:
+            self._keys[fake.storage_key(node.meta["val"])] = written
+        return reads, written
 
     def _storage(self, tensor: torch.Tensor) -> int:
         if tensor.layout is not torch.strided:
