@@ -8,6 +8,7 @@ simulator assumes is what the program does.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -102,169 +103,230 @@ def program_of(plan: PlanRecord) -> Program:
     return _Maker(plan, plan.replay).program()
 
 
+class _Asked(NamedTuple):
+    """A save that the backward asks for.
+
+    Attributes:
+        save: Its position.
+        step: The step of the entry that asks; -1: of none that the schedule has.
+        instance: The instance of the value that it finds; -1: none.
+    """
+
+    save: int
+    step: int
+    instance: int
+
+
+class _Rerun(NamedTuple):
+    """A step of the schedule at which a call of the forward runs again."""
+
+    step: int
+    position: int
+
+
 class _Maker:
+    """Makes the program of a plan: its tables first, then the runs of the backward.
+
+    A value that is run again exists several times in a schedule. Each time is an *instance*, numbered in the
+    order of :func:`~solvers.model.schedule.lifetimes`.
+    """
+
     def __init__(self, plan: PlanRecord, wiring: ReplayRecord) -> None:
         self.wiring = wiring
         again = simulated(plan)
         self.graph, self.schedule = again.graph, again.schedule
         self.timeline, self.line_of = again.timeline, again.line
-        self.packed = plan.graphs[0].packed
         places = again.step.places()
         self.row_of = {op: row for row, (graph, _, op) in enumerate(places) if graph == 0}
         self.operands = _ragged(wiring.operand_counts, wiring.operands)
         self.results = _ragged(wiring.result_counts, wiring.results)
         self.written = _ragged(wiring.written_counts, wiring.written)
-        self.position_of = {
-            self.row_of[op]: position for position, op in enumerate(wiring.ids) if op in self.row_of
-        }
+        lives = lifetimes(self.graph, self.schedule)
+        self.start_of, self.value_of = lives.start.tolist(), lives.value.tolist()
+        self.instances: dict[int, list[int]] = {}
+        for instance, value in enumerate(self.value_of):
+            self.instances.setdefault(value, []).append(instance)
+        self.maker, self.writers = self._makers()
+        self.bits = self._bits(set(plan.graphs[0].packed))
+        self.step_of_row, self.reruns = self._steps()
+        self.asked = [self._asked(save, op) for save, op in zip(wiring.asked, wiring.entries, strict=True)]
 
     def program(self) -> Program:
-        wiring, graph, schedule = self.wiring, self.graph, self.schedule
-        lives = lifetimes(graph, schedule)
-        start_of = lives.start.tolist()
-        by_value: dict[int, list[int]] = {}
-        for i, value in enumerate(lives.value.tolist()):
-            by_value.setdefault(value, []).append(i)
-        forward = graph.forward_length
-        base_of = graph.base_of
+        wiring = self.wiring
+        dropped = {a.save for a in self.asked}
+        dropped -= {a.save for a in self.asked if not self._is_run_again(a.instance)}
+        saves = [value if save in dropped else -1 for save, value in enumerate(wiring.saves)]
+        recorded = {c for _, p in self.reruns if p not in self.bits for c in self._calls_of(p)}
+        slots, kept = self._slots()
+        calls = [self._call(p, recorded, slots, kept) for p in range(len(wiring.operators))]
+        rows = [self.row_of.get(op, -1) for op in wiring.ids]
+        program = Program(
+            tuple(wiring.operators),
+            calls,
+            saves,
+            list(wiring.begun),
+            list(wiring.saved_bytes),
+            self._grad(),
+            [self.line_of(row) if row >= 0 else "" for row in rows],
+            self._room(),
+            makers={v: (self.maker[v], *self.writers.get(v, ())) for v in slots if v in self.maker},
+        )
+        self._pack(program)
+        self._run_again(program)
+        known = {*dropped, *program.runs, *program.free}
+        seen = [a.save for a in self.asked if a.save in known]
+        program.order = {save: place for place, save in enumerate(dict.fromkeys(seen))}
+        return program
 
-        def instance(value: int, step: int) -> int:
-            """Which instance of a value a step finds."""
-            there = [i for i in by_value.get(value, ()) if start_of[i] < step]
-            return there[-1] if there else -1
+    # ---- what the plan says ------------------------------------------------------------------------------
 
-        step_of_row: dict[int, int] = {}
-        reruns: list[tuple[int, int]] = []  # steps, and the positions of calls
-        for step, row in enumerate(schedule.tolist()):
-            base = int(base_of[row])
-            if row < graph.base_length and base not in step_of_row:
-                step_of_row[base] = step
-            elif base in self.position_of:
-                reruns.append((step, self.position_of[base]))
-        writers: dict[int, list[int]] = {}
+    def _makers(self) -> tuple[dict[int, int], dict[int, list[int]]]:
+        """By value, the position of the call that makes it, and of those that write over it."""
         maker: dict[int, int] = {}
         for position, values in enumerate(self.results):
             for value in values:
                 if value >= 0:
                     maker.setdefault(value, position)
+        writers: dict[int, list[int]] = {}
         for position, values in enumerate(self.written):
             for value in values:
                 if value >= 0 and maker.get(value, position) != position:
                     writers.setdefault(value, []).append(position)
+        return maker, writers
 
-        # Masks that are packed, by the position of the call that makes them: their bits.
-        packed = set(self.packed)
+    def _bits(self, packed: set[int]) -> dict[int, int]:
+        """The bits of masks that are packed, by the position of the call that makes the mask."""
         bits: dict[int, int] = {}
-        for position, op in enumerate(wiring.ids):
-            replay = graph.ops[RowId(self.row_of[op])].replay if op in packed else None
+        for position, op in enumerate(self.wiring.ids):
+            replay = self.graph.ops[RowId(self.row_of[op])].replay if op in packed else None
             if replay is not None:
-                bits[position] = int(graph.ops[replay].inputs[0])
-
-        if len({*bits.values(), *maker}) != len(bits) + len(maker):
+                bits[position] = int(self.graph.ops[replay].inputs[0])
+        if len({*bits.values(), *self.maker}) != len(bits) + len(self.maker):
             raise PlanFileError("plan: replay: the bits of a mask are those of another, or no bits")
+        return bits
 
-        def read_by(position: int) -> Iterator[int]:
-            """The values that a run reads, but for what no counted call made: a run's arguments hold that."""
-            if position in bits:
-                yield bits[position]
-                return
-            own = set(self.results[position])
-            for call in calls_of(position):
-                yield from (v for v in self.operands[call] if v in maker and v not in own)
+    def _steps(self) -> tuple[dict[int, int], list[_Rerun]]:
+        """The step at which each base row runs first, and the steps at which calls run again."""
+        graph = self.graph
+        position_of = {self.row_of[op]: i for i, op in enumerate(self.wiring.ids) if op in self.row_of}
+        first: dict[int, int] = {}
+        reruns: list[_Rerun] = []
+        for step, row in enumerate(self.schedule.tolist()):
+            base = int(graph.base_of[row])
+            if row < graph.base_length and base not in first:
+                first[base] = step
+            elif base in position_of:
+                reruns.append(_Rerun(step, position_of[base]))
+        return first, reruns
 
-        def calls_of(position: int) -> tuple[int, ...]:
-            over = sorted({w for v in self.results[position] if v >= 0 for w in writers.get(v, ())})
-            return (position, *over)
+    def _asked(self, save: int, entry: int) -> _Asked:
+        step = self.step_of_row.get(self.row_of.get(entry, -1), -1)
+        return _Asked(save, step, self._instance(self.wiring.saves[save], step) if step >= 0 else -1)
 
-        # What uses each instance last: a run, by its step, or a save, which is handed out behind the runs.
-        last_use: dict[int, tuple[int, int, int]] = {}
-        for step, position in reruns:
-            for value in read_by(position):
-                if (i := instance(value, step)) >= 0:
-                    last_use[i] = max(last_use.get(i, (-1, 0, 0)), (step, 0, 0))
-        saves = list(wiring.saves)
-        asked: list[tuple[int, int, int]] = []  # saves, the steps of their entries, and instances
-        for order, (save, op) in enumerate(zip(wiring.asked, wiring.entries, strict=True)):
-            row = self.row_of.get(op, -1)
-            step = step_of_row.get(row, -1)
-            i = instance(wiring.saves[save], step) if step >= 0 else -1
-            asked.append((save, step, i))
-            if i < 0 or start_of[i] < forward:
-                saves[save] = -1
-            else:
-                last_use[i] = max(last_use.get(i, (-1, 0, 0)), (step, order + 1, save))
-        never = set(range(len(saves))) - {save for save, _, _ in asked}
-        for save in never:
-            saves[save] = -1
+    # ---- what follows from it ----------------------------------------------------------------------------
 
-        recorded = {c for _, position in reruns if position not in bits for c in calls_of(position)}
-        slots = {v for _, position in reruns for v in self.results[position] if v >= 0}
-        kept: dict[int, int] = {}  # by slot: the step of the last run that reads its first instance
-        for step, position in reruns:
-            for value in read_by(position):
+    def _instance(self, value: int, step: int) -> int:
+        """The instance of a value that a step finds; -1: none."""
+        there = [i for i in self.instances.get(value, ()) if self.start_of[i] < step]
+        return there[-1] if there else -1
+
+    def _is_run_again(self, instance: int) -> bool:
+        return instance >= 0 and self.start_of[instance] >= self.graph.forward_length
+
+    def _calls_of(self, position: int) -> tuple[int, ...]:
+        """The calls of a run: the one that makes its results, and those that write over them."""
+        values = (v for v in self.results[position] if v >= 0)
+        return (position, *sorted({w for v in values for w in self.writers.get(v, ())}))
+
+    def _read_by(self, position: int) -> Iterator[int]:
+        """The values that a run reads, but for what no counted call made: a run's arguments hold that."""
+        if position in self.bits:
+            yield self.bits[position]
+            return
+        own = set(self.results[position])
+        for call in self._calls_of(position):
+            yield from (v for v in self.operands[call] if v in self.maker and v not in own)
+
+    def _slots(self) -> tuple[set[int], set[int]]:
+        """The values that the program knows, which are results of runs and what runs read; and those of them
+        whose first instance a run reads."""
+        slots = {v for _, position in self.reruns for v in self.results[position] if v >= 0}
+        kept = set[int]()
+        for step, position in self.reruns:
+            for value in self._read_by(position):
                 slots.add(value)
-                i = instance(value, step)
-                if i >= 0 and start_of[i] < forward:
-                    kept[value] = step
-        program = Program(
-            tuple(wiring.operators),
-            [self._call(p, recorded, slots, kept) for p in range(len(wiring.operators))],
-            saves,
-            list(wiring.begun),
-            list(wiring.saved_bytes),
-            self._grad(),
-            [self.line_of(row) if (row := self.row_of.get(op, -1)) >= 0 else "" for op in wiring.ids],
-            self._room(),
-        )
-        for position, slot in bits.items():
+                instance = self._instance(value, step)
+                if instance >= 0 and not self._is_run_again(instance):
+                    kept.add(value)
+        return slots, kept
+
+    def _last_uses(self) -> dict[int, tuple[int, int, int]]:
+        """What uses each instance last: its step, and for a save, which is handed out behind the runs of that
+        step, one more than its place among those asked for, and the save."""
+        last: dict[int, tuple[int, int, int]] = {}
+
+        def use(instance: int, by: tuple[int, int, int]) -> None:
+            last[instance] = max(last.get(instance, (-1, 0, 0)), by)
+
+        for step, position in self.reruns:
+            for value in self._read_by(position):
+                if (instance := self._instance(value, step)) >= 0:
+                    use(instance, (step, 0, 0))
+        for place, (save, step, instance) in enumerate(self.asked):
+            if self._is_run_again(instance):
+                use(instance, (step, place + 1, save))
+        return last
+
+    # ---- the program -------------------------------------------------------------------------------------
+
+    def _pack(self, program: Program) -> None:
+        """Have the call that makes a mask, or writes it last, pack it."""
+        for position, slot in self.bits.items():
             mask = next(v for v in self.results[position] if v >= 0)
             program.bits[mask] = slot
-            last = calls_of(position)[-1]
+            last = self._calls_of(position)[-1]
             call = program.calls[last] or Call(False, self.operands[last], (), ())
             call.packs = (mask, slot)
             program.calls[last] = call
-        for value in slots:
-            if value in maker:
-                program.makers[value] = (maker[value], *writers.get(value, ()))
 
-        last_of = {position: step for step, position in reruns}
-        entry_steps = sorted({step for _, step, _ in asked if step >= 0})
-        trigger: dict[int, int] = {}  # by the step of an entry: the save that sets off its runs
-        for save, step, _ in asked:
-            if step not in trigger or (saves[trigger[step]] < 0 <= saves[save]):
-                trigger[step] = save
+    def _run_again(self, program: Program) -> None:
+        """Put each run before the save that its entry of the backward asks for first, and let go of what
+        nobody uses behind it."""
+        last_use = self._last_uses()
         free_at: dict[int, list[int]] = {}
-        for i, (step, order, save) in last_use.items():
-            value = int(lives.value[i])
-            if order:
+        for instance, (step, place, save) in last_use.items():
+            value = self.value_of[instance]
+            if place:
                 program.free[save] = (*program.free.get(save, ()), value)
             else:
                 free_at.setdefault(step, []).append(value)
-        for step, position in reruns:
-            entry = next((e for e in entry_steps if e > step), None)
+        trigger: dict[int, int] = {}  # by the step of an entry: the save that sets off its runs
+        for save, step, _ in self.asked:
+            if step not in trigger or (program.saves[trigger[step]] < 0 <= program.saves[save]):
+                trigger[step] = save
+        entries = sorted(step for step in trigger if step >= 0)
+        made_at = {
+            (value, start): i
+            for i, (value, start) in enumerate(zip(self.value_of, self.start_of, strict=True))
+        }
+        last_run = {position: step for step, position in self.reruns}
+        for step, position in self.reruns:
+            entry = next((e for e in entries if e > step), None)
             if entry is None:
                 continue
-            store = []
-            free = free_at.get(step, [])
-            for j, value in enumerate(self.results[position]):
-                if value < 0:
-                    continue
-                i = next((i for i in by_value[value] if start_of[i] == step), -1)
-                if i in last_use:
-                    store.append((j, value))
+            store = [
+                (j, value)
+                for j, value in enumerate(self.results[position])
+                if value >= 0 and made_at.get((value, step)) in last_use
+            ]
             run = Run(
-                calls_of(position),
+                self._calls_of(position),
                 tuple(store),
-                tuple(free),
-                last_of[position] == step,
-                bits.get(position, -1),
+                tuple(free_at.get(step, ())),
+                last_run[position] == step,
+                self.bits.get(position, -1),
             )
             program.runs.setdefault(trigger[entry], []).append(run)
-        seen = [
-            save for save, _, _ in asked if saves[save] >= 0 or save in program.runs or save in program.free
-        ]
-        program.order = {save: place for place, save in enumerate(dict.fromkeys(seen))}
-        return program
 
     def _grad(self) -> list[bool]:
         ends = [*self.wiring.grad_switches, len(self.wiring.operators)]
@@ -279,7 +341,7 @@ class _Maker:
             room.append(room[-1] if row < 0 else peak - int(self.timeline.live_bytes[row]))
         return room
 
-    def _call(self, position: int, recorded: set[int], slots: set[int], kept: dict[int, int]) -> Call | None:
+    def _call(self, position: int, recorded: set[int], slots: set[int], kept: set[int]) -> Call | None:
         results = tuple(
             (j, value, value in kept)
             for j, value in enumerate(self.results[position])
