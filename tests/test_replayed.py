@@ -532,3 +532,21 @@ def test_ctc_losses_are_followed_as_they_are_under_a_dispatch_mode() -> None:
         report = planner.verify(model, inputs, plan=plan, repeats=0)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
+def test_a_loss_in_a_larger_memory_than_its_own_is_as_planned() -> None:
+    """The kernel of ``smooth_l1_loss`` returns one number in memory for all of its input."""
+
+    class Squared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.GELU())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.smooth_l1_loss(self.layers(x), x).square()
+
+    model, x = Squared(), torch.randn(64, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        report = planner.verify(model, (x,), plan=_planned(model, x), repeats=0)
+    assert report.ok, report.problems
