@@ -540,12 +540,12 @@ def test_a_loss_in_a_larger_memory_than_its_own_is_as_planned() -> None:
     class Squared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.GELU())
+            self.layers = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(16, 16), nn.GELU())))
 
         def forward(self, x: Tensor) -> Tensor:
             return F.smooth_l1_loss(self.layers(x), x).square()
 
-    model, x = Squared(), torch.randn(64, 16)
+    model, x = Squared(), torch.randn(512, 16)
     with warnings.catch_warnings():
         warnings.simplefilter("error", planner.PlanWarning)
         report = planner.verify(model, (x,), plan=_planned(model, x), repeats=0)
