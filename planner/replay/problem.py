@@ -370,6 +370,7 @@ class _Builder:
             region=region if source.graph >= 0 else GLUE_REGION,
             name=f"{name} #{source.op}" if source.graph >= 0 else name,
             module=made.module,
+            blocks=made.blocks,
         )
         writes = tuple(
             self.value_of[s] for s in made.written if s in self.value_of and s not in event.allocates
