@@ -560,3 +560,32 @@ def test_a_loss_in_a_larger_memory_than_its_own_is_as_planned() -> None:
         warnings.simplefilter("error", planner.PlanWarning)
         report = planner.verify(model, (x,), plan=_planned(model, x), repeats=0)
     assert report.ok, report.problems
+
+
+def test_what_takes_more_is_told_of_where_nothing_is_dropped() -> None:
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.more = nn.Linear(8, 8), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.linear(x))
+            x = torch.tanh(x[x[:, 0] > 0])
+            return (torch.tanh(x) if self.more else x).square().mean()
+
+    torch.manual_seed(0)
+    model, x = Chosen(), torch.randn(64, 8)
+    plan = _planned(model, x, "200%")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        report = planner.verify(model, (x,), plan=plan, repeats=0)
+        assert report.ok, report.problems
+        plan.apply(model)
+        model(x).backward()
+    with torch.no_grad():
+        model.linear.bias += 3.0
+    with pytest.warns(planner.PlanWarning, match="data or something else"):
+        model(x).backward()
+    model.more = True
+    with pytest.warns(planner.PlanWarning, match="took a path that the plan has not seen"):
+        model(x).backward()
