@@ -1,6 +1,7 @@
 """A step whose plan drops nothing: it runs as it is, and what autograd saves is compared with the plan.
 
-No call of an operator is counted, so that the module runs at its own speed.
+No call of an operator is counted. Hooks on saved tensors take ten microseconds each all the same, so that of many
+steps some are looked at.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,8 +12,11 @@ import torch
 from planner._torch.autograd import hooks_on_saved_tensors
 from planner._torch.tensors import without_history
 from planner.replay.follow import Steps, unpack
-from planner.replay.recorder import is_plain
 from planner.replay.units import ROOT, Units
+
+
+FIRST, EACH = 8, 16
+"""How many steps are looked at first, and one of how many later."""
 
 
 class WatchedStep:
@@ -31,8 +35,10 @@ class WatchedStep:
         """What autograd holds of a tensor that it saves."""
         if not self._units.in_hooks:  # what these save is not counted
             planned = self._planned[self.count] if self.count < len(self._planned) else 0
-            if planned and is_plain(tensor) and (size := tensor.untyped_storage().nbytes()) > planned:
-                self._larger = size, planned
+            if planned and tensor.layout is torch.strided:
+                size = tensor.untyped_storage().nbytes()
+                if size > planned:
+                    self._larger = size, planned
             self.count += 1
         tensor = without_history(tensor)  # the node of a result would hold itself
         return tensor, tensor._version
@@ -49,8 +55,8 @@ class WatchedStep:
                 "path",
                 f"autograd saves {self.count:,} tensors in the forward, and {len(self._planned):,} are "
                 "planned: it took a path that the plan has not seen, and the step may take more than "
-                "predicted. Plan the step as it is trained, with inputs that lead along this path, or apply with "
-                "on_new_shape='replan'",
+                "predicted. Plan the step as it is trained, with inputs that lead along this path, or apply "
+                "with on_new_shape='replan'",
             )
         elif self._larger is not None and not self.other_path:
             self._steps.tell_of_larger(*self._larger)
