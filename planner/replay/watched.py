@@ -1,7 +1,7 @@
 """A step whose plan drops nothing: it runs as it is, and what autograd saves is compared with the plan.
 
-No call of an operator is counted. Hooks on saved tensors take ten microseconds each all the same, so that of many
-steps some are looked at.
+No call of an operator is counted. Hooks on saved tensors take ten microseconds each all the same, so that of
+many steps some are looked at.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,7 +13,6 @@ from planner._torch.autograd import hooks_on_saved_tensors
 from planner._torch.tensors import without_history
 from planner.replay.follow import Steps, unpack
 from planner.replay.units import ROOT, Units
-
 
 FIRST, EACH = 8, 16
 """How many steps are looked at first, and one of how many later."""
