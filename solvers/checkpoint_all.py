@@ -45,7 +45,7 @@ def block_boundaries(graph: Graph) -> ValueMask:
             continue
         for v in graph.ops[i].outputs:
             readers = [c for c in graph.consumers[v] if c < graph.forward_length]
-            kept[v] = any(blocks[c] != block for c in readers) or graph.values[v].held_until is not None
+            kept[v] = any(blocks[c] != block for c in readers) or graph.is_held_beyond_forward(v)
     return kept
 
 

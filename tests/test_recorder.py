@@ -135,6 +135,18 @@ def test_parts_of_what_functions_refer_to_take_nothing() -> None:
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
 
 
+def test_what_is_written_and_was_there_takes_nothing() -> None:
+    there, other = torch.zeros(4), torch.ones(4)
+    mode = fake.fake_mode()
+    recorder = StepRecorder(mode, [])
+    with mode, recorder:
+        held = there.copy_(other)
+        held.add_(1)
+        made = torch.add(other, 1)
+        made.copy_(there)
+    assert [storage.bytes for storage in recorder.recording.storages] == [16]
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("data", [False, True], ids=["without-data", "data-decide"])
 @pytest.mark.parametrize("budget", ["100%", "min"])

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import planner
 from planner._torch.compat import graphs_are_off
+from planner.planning import prepare
 from planner.planning.options import OptionError
 from tests.side_by_side import layers
 from tests.test_process_settings import Deterministic, SetsType, SetsTypeForOne
@@ -290,7 +291,7 @@ def test_whatever_a_file_says_of_calls_gradients_are_eagers() -> None:
 
 
 @needs_graphs
-def test_auto_takes_graphs_where_they_need_no_more_said() -> None:
+def test_auto_takes_graphs_where_they_need_no_more_said(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -298,8 +299,11 @@ def test_auto_takes_graphs_where_they_need_no_more_said() -> None:
         one = planner.plan(linear, torch.randn(4, 8), budget="100%", backend="auto", costs="roofline")
         loop, x = Loop().train(), torch.randn(4, 8, 32)
         many = planner.plan(loop, x, budget="100%", backend="auto", costs="roofline")
+        monkeypatch.setattr(prepare, "MOST_OPERATIONS", 2)
+        long = planner.plan(linear, torch.randn(4, 8), budget="100%", backend="auto", costs="roofline")
     assert one.target.backend == "eager"
-    assert many.target.backend == "replay"
+    assert many.target.backend == long.target.backend == "replay"
+    assert "the forward has 4 operations" in long.notes[-1]
     assert many.notes[-1] == (
         "followed by replaying operators, not by a graph: parts of the forward are no graphs"
     )
@@ -366,7 +370,7 @@ def test_a_write_that_the_plan_has_not_seen_is_an_error() -> None:
         model(x).backward()
 
 
-def test_blocks_of_the_users_run_as_they_were_recorded() -> None:
+def test_blocks_of_the_users_are_run_again_by_the_plan() -> None:
     @planner.recompute
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -381,9 +385,15 @@ def test_blocks_of_the_users_run_as_they_were_recorded() -> None:
     x = torch.randn(64, 32)
     with warnings.catch_warnings():
         warnings.simplefilter("error", planner.PlanWarning)
-        plan = _planned(model, x, loss=lambda y: y.square().mean())
+        plan = _planned(model, x, "100%", loss=lambda y: y.square().mean())
         report = planner.verify(model, (x,), plan=plan, loss=lambda y: y.square().mean(), repeats=0)
     assert report.ok, report.problems
+    graph = plan.graphs[0]
+    assert {op.module for i in graph.backward if (op := graph.ops[i]).phase == "forward"} == {
+        "0.linear",
+        "1.linear",
+    }
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
 
 
 class _Shifted(nn.Module):
@@ -532,3 +542,50 @@ def test_ctc_losses_are_followed_as_they_are_under_a_dispatch_mode() -> None:
         report = planner.verify(model, inputs, plan=plan, repeats=0)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
+def test_a_loss_in_a_larger_memory_than_its_own_is_as_planned() -> None:
+    """The kernel of ``smooth_l1_loss`` returns one number in memory for all of its input."""
+
+    class Squared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(16, 16), nn.GELU())))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.smooth_l1_loss(self.layers(x), x).square()
+
+    model, x = Squared(), torch.randn(512, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        report = planner.verify(model, (x,), plan=_planned(model, x), repeats=0)
+    assert report.ok, report.problems
+
+
+def test_what_takes_more_is_told_of_where_nothing_is_dropped() -> None:
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.more = nn.Linear(8, 8), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.linear(x))
+            x = torch.tanh(x[x[:, 0] > 0])
+            return (torch.tanh(x) if self.more else x).square().mean()
+
+    torch.manual_seed(0)
+    model, x = Chosen(), torch.randn(64, 8)
+    plan = _planned(model, x, "200%")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        report = planner.verify(model, (x,), plan=plan, repeats=0)
+        assert report.ok, report.problems
+        plan.apply(model)
+        model(x).backward()
+    with torch.no_grad():
+        model.linear.bias += 3.0
+    with pytest.warns(planner.PlanWarning, match="data or something else"):
+        model(x).backward()
+    model.more = True
+    with pytest.warns(planner.PlanWarning, match="took a path that the plan has not seen"):
+        model(x).backward()

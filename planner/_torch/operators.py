@@ -26,6 +26,11 @@ def returns_no_views(operator: Any) -> bool:
     return bool(returns) and all(r.alias_info is None for r in returns)
 
 
+def returns_given(operator: OpOverload) -> bool:
+    """Whether everything that an operator returns is memory that it was given: as a view, or written."""
+    return operator.is_view or all(r.alias_info is not None for r in operator._schema.returns)
+
+
 def returns_one(operator: OpOverload) -> bool:
     """Whether an operator returns one thing, not a tuple."""
     return len(operator._schema.returns) == 1

@@ -15,7 +15,7 @@ decide what runs (``nonzero``, ``item``), see :func:`planner.capture.on_a_copy.o
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -56,6 +56,19 @@ from planner.training_step.step import Step, differentiable_outputs, tensors_in,
 
 RecorderOf = Callable[[torch.nn.Module, ShardedUnits | None], Callable[..., StepRecorder]]
 
+
+class Most(NamedTuple):
+    """What a step may be at most to be captured.
+
+    Attributes:
+        graphs: With as many graphs, the next break is an error, and each is where data decide what runs.
+        operations: More in the forward that make something are an error; None for no bound.
+    """
+
+    graphs: int
+    operations: int | None = None
+
+
 _MOST_PASSES = 4
 """How often the step may run until it takes the same path twice."""
 
@@ -70,7 +83,7 @@ def capture(
     regions: Sequence[str] = (),
     rank: Rank | None = None,
     decided: bool = False,
-    most_graphs: int | None = None,
+    most: Most | None = None,
 ) -> CapturedStep:
     """Capture one training step, on a copy of the module.
 
@@ -83,15 +96,14 @@ def capture(
         regions: Names of the submodules that are graphs of their own.
         rank: The rank whose step it is; None for a single process.
         decided: As for :func:`planner._torch.dynamo.dynamo_compile`.
-        most_graphs: With as many graphs, the next break is an error, and each is where data decide what
-            runs; None for no bound.
+        most: More than that is an error; None for no bound.
 
     Raises:
         CaptureError: The step cannot run, or Dynamo makes no graph of it.
     """
     if (hindrance := hindering_mode()) is not None:
         raise CaptureError(f"{hindrance}: plan before it begins, or after it ended")
-    run = partial(_Capture.run, regions=regions, decided=decided, most_graphs=most_graphs)
+    run = partial(_Capture.run, regions=regions, decided=decided, most=most)
     return _on_a_copy(module, step, run, progress, cuda=cuda, accumulate=accumulate, rank=rank)
 
 
@@ -259,17 +271,17 @@ class _Capture:
         )
 
     def run(
-        self, regions: Sequence[str] = (), *, decided: bool = False, most_graphs: int | None = None
+        self, regions: Sequence[str] = (), *, decided: bool = False, most: Most | None = None
     ) -> CapturedStep:
         """Capture the step; see :func:`capture`."""
         runners = self._runners
         try:
-            return self._run(runners, regions, decided, most_graphs)
+            return self._run(runners, regions, decided, most)
         finally:
             let_go(runners)
 
     def _run(
-        self, runners: list[GraphRunner], regions: Sequence[str], decided: bool, most_graphs: int | None
+        self, runners: list[GraphRunner], regions: Sequence[str], decided: bool, most: Most | None
     ) -> CapturedStep:
         module, report = self.copied.module, self.report
         with dynamo.dynamo_settings(), contextlib.ExitStack() as stack:
@@ -280,12 +292,18 @@ class _Capture:
             with recurrent_calls(module) as recurrent:
                 eager = self._recorded_eagerly()
             self._eager_runs = True
+            count = sum(bool(e.allocates) and not e.backward for e in eager.events)
+            if most is not None and most.operations is not None and count > most.operations:
+                raise CaptureError(
+                    f"the forward has {count:,} operations, which take minutes to become a graph. Plan "
+                    "with regions= for the blocks that repeat, or with backend='graph'"
+                )
             report("capturing the forward", 0.2)
             counted = graph_breaks.counted_breaks()
             cuda, data = self._cuda is not None, self.copied.data
             # Where results decide the path, another step takes another one: that is no step of few graphs.
             decides = self.copied.data or self.copied.answers is not None
-            most = most_graphs if most_graphs is None or not decides else 1
+            graphs = None if most is None else 1 if decides else most.graphs
             backend = collector(runners, module, chosen_lowering(), cuda=cuda, data=data)
             (running := RunningRegions(regions, refuse_in_checkpoint)).put_in(module)
             compile_ = partial(
@@ -293,7 +311,7 @@ class _Capture:
                 run_forward,
                 backend,
                 parts=len(regions),
-                unbroken=lambda: most is not None and len(runners) >= most,
+                unbroken=lambda: graphs is not None and len(runners) >= graphs,
             )
             untraced = UntracedFunctions(runners)
             whole, region = (compile_(untraced=untraced, decided=decided) for _ in range(2))

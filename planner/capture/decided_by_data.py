@@ -1,4 +1,4 @@
-"""What data decide and a trace, which has none, does not know: forms of backwards, and bytes."""
+"""What a trace or a recording does not know, as data or modes decide it: forms of backwards, and bytes."""
 
 from collections.abc import Iterable
 
@@ -31,6 +31,11 @@ SPARSE_TENSORS = (
     "which measures it"
 )
 
+HOUSEHOLDER = (
+    "the backward of torch.linalg.householder_product runs other operators than are recorded, as PyTorch "
+    "chooses them by whether something records: the step may take more than predicted. Call "
+    "planner.verify(), which measures it, or plan with backend='graph'"
+)
 
 _SHOWN = 3
 
@@ -57,6 +62,11 @@ def has_sparse(recording: Recording, *, compressed: bool = False) -> bool:
     calls = [(call.args, dict(call.kwargs)) for call in recording.calls]
     layouts = SPARSE.keys() - {torch.sparse_coo} if compressed else SPARSE.keys()
     return any(t.layout in layouts for t in tensors_in([calls, recording.outputs]))
+
+
+def has_householder(recording: Recording) -> bool:
+    """Whether a step computes products of Householder reflections."""
+    return any(call.func is aten.linalg_householder_product.default for call in recording.calls)
 
 
 def has_products(joints: Iterable[JointGraph]) -> bool:

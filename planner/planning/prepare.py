@@ -14,12 +14,14 @@ from planner._torch.distributed import holds_dtensors, is_fully_sharded
 from planner._torch.dynamo import NOT_A_GRAPH
 from planner._torch.tracing.callbacks import compiled_modules
 from planner._torch.tracing.hindrances import no_other_thread_traces
-from planner.capture.capture import capture, record_eagerly
+from planner.capture.capture import Most, capture, record_eagerly
 from planner.capture.captured_step import CapturedStep, CudaKernels
 from planner.capture.decided_by_data import (
+    HOUSEHOLDER,
     PRODUCTS,
     PRODUCTS_INSIDE,
     SPARSE_TENSORS,
+    has_householder,
     has_products,
     has_sparse,
 )
@@ -83,6 +85,10 @@ MOST_GRAPHS = 12
 """Of how many graphs a step may be that "auto" plans by graphs. The masks of Hugging Face's encoders and
 decoders ask data, and make 6 to 10; graphs then take less extra time than replays, and more are slow to
 plan."""
+
+MOST_OPERATIONS = 2_000
+"""Of how many operations a forward may be that "auto" plans by graphs: of 6,000, planning and a first step
+take three minutes by graphs, and a quarter of one by replays."""
 
 _SHOWN = 5
 """Compiled parts that are named."""
@@ -198,8 +204,8 @@ def prepare(
         if off is not None:
             raise PlannerError(f"split={options.split!r}: {off}. Plan with split='none'")
         options = replace(options, backend="eager")
-        most = MOST_GRAPHS if options.regions is None else None
-        return _prepare(model, step, options, progress=progress, like=like, most_graphs=most)
+        most = Most(MOST_GRAPHS) if options.regions is None else None
+        return _prepare(model, step, options, progress=progress, like=like, most=most)
     if options.backend != "auto":
         if off is not None and options.backend != "replay":
             raise PlannerError(f"backend={options.backend!r}: {off}. Plan with backend='replay'")
@@ -214,7 +220,8 @@ def prepare(
     try:
         with warnings_collected() as told:
             eager = replace(options, backend="eager")
-            graphs = _prepare(model, step, eager, progress=progress, like=like, most_graphs=MOST_GRAPHS)
+            most = Most(MOST_GRAPHS, MOST_OPERATIONS)
+            graphs = _prepare(model, step, eager, progress=progress, like=like, most=most)
     except CaptureError as error:
         why = f"{error}".removesuffix(f". {NOT_A_GRAPH}")
     if graphs is not None:
@@ -259,9 +266,9 @@ def _prepare(
     *,
     progress: Progress = no_report,
     like: Prepared | None = None,
-    most_graphs: int | None = None,
+    most: Most | None = None,
 ) -> Prepared:
-    """What :func:`prepare` does for one backend; ``most_graphs``: more are an error."""
+    """What :func:`prepare` does for one backend; ``most``: more is an error."""
     progress = at_stages(progress)
     step = replace(step, in_flight=options.in_flight)
     refuse_without_shape(model, "plan")
@@ -314,7 +321,7 @@ def _prepare(
             regions=regions,
             rank=rank,
             decided=options.backend == "inductor",
-            most_graphs=most_graphs,
+            most=most,
         )
     capturing = time.process_time() - capturing
     captured.notes.extend(notes)
@@ -325,6 +332,9 @@ def _prepare(
     if isinstance(captured, ReplayedStep) and captured.otherwise_rounded:
         captured.notes.append(PRODUCTS_INSIDE)
         warn(PRODUCTS_INSIDE)
+    if replaying and has_householder(captured.eager):
+        captured.notes.append(HOUSEHOLDER)
+        warn(HOUSEHOLDER)
     # Replays are recorded with the data of lists of indices, and what their kernels take is measured.
     if has_sparse(captured.eager, compressed=replaying):
         captured.notes.append(SPARSE_TENSORS)

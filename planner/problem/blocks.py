@@ -18,7 +18,7 @@ def told_to_recompute(graph: Graph) -> list[ValueId]:
             continue
         for value in op.outputs:
             # The block does not compute a generator's state, which a replay needs.
-            if graph.values[value].on_demand or graph.values[value].held_until is not None:
+            if graph.values[value].on_demand or graph.is_held_beyond_forward(value):
                 continue
             readers = [r for r in graph.consumers[value] if r < graph.forward_length]
             if all(owner[r] == owner[i] for r in readers):

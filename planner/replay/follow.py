@@ -86,6 +86,15 @@ class Steps:
             "is trained, with planner.step around the function that computes its losses",
         )
 
+    def tell_of_larger(self, size: int, planned: int) -> None:
+        """Say, once, that data or something else sets sizes."""
+        self.tell_once(
+            "larger",
+            f"a tensor that autograd saves takes {size:,} bytes instead of {planned:,}, although the inputs "
+            "have the planned shapes: data or something else in the model set sizes, and the step may take "
+            "more than predicted. Plan it where it takes most, or for a lower budget",
+        )
+
     def tell_once(self, of: str, text: str) -> None:
         """Warn, once of each."""
         if of not in self._told:
@@ -357,12 +366,7 @@ class FollowedStep:
     def tell_of_more(self) -> None:
         """Say what takes more than planned in a forward that was followed, at the planned shapes."""
         if self.larger is not None:
-            self.steps.tell_once(
-                "larger",
-                "a tensor that autograd saves takes {:,} bytes instead of {:,}, although the inputs have the "
-                "planned shapes: data or something else in the model set sizes, and the step may take more "
-                "than predicted. Plan it where it takes most, or for a lower budget".format(*self.larger),
-            )
+            self.steps.tell_of_larger(*self.larger)
         if self.besides is not None and self.besides.over:
             self.steps.tell_once(
                 "besides",

@@ -370,6 +370,7 @@ class _Builder:
             region=region if source.graph >= 0 else GLUE_REGION,
             name=f"{name} #{source.op}" if source.graph >= 0 else name,
             module=made.module,
+            blocks=made.blocks,
         )
         writes = tuple(
             self.value_of[s] for s in made.written if s in self.value_of and s not in event.allocates
@@ -415,10 +416,10 @@ class _Builder:
 
     def graph(self, meter: Workspaces | None, costs: Costs) -> Graph:
         """The solvers' graph, with seconds and bytes for the device."""
-        calls, outputs = self.recording.calls, self.recording.outputs
+        calls, outputs, values = self.recording.calls, self.recording.outputs, self.values
         memories = [NOT_RUN] * len(calls) if meter is None else meter.measure(calls)
         seconds = [costs.seconds(c.func, c.args, c.kwargs, o) for c, o in zip(calls, outputs, strict=True)]
-        values, row_of_event = list(self.values), {row.event: base_op(i) for i, row in enumerate(self.rows)}
+        row_of_event = {row.event: base_op(i) for i, row in enumerate(self.rows)}
         known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for row in self.rows:
             call = self.events[row.event].call
@@ -523,7 +524,10 @@ class _Builder:
                 asked.append(number)
                 entries.append(self._entry_ids[row])
         begun = [save.begun for save in self.saved.saves]
-        taken = [save.bytes for save in self.saved.saves]
+        taken = [  # kernels may make more than their shape functions say
+            max(save.bytes, self.values[self.value_of[save.storage]].bytes) if save.bytes else 0
+            for save in self.saved.saves
+        ]
         switches = self.saved.grad_switches
         return Wiring(ids, operands, results, written, saves, begun, taken, switches, asked, entries)
 

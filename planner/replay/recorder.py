@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from planner._torch import fake
 from planner._torch.tensors import SPARSE, held_tensors, storage_number, strided_copy
+from planner._torch.tracing.block_marks import marks_here
 from planner._torch.without_data.ctc_loss import lengths_are_tensors
 from planner.parallel.fully_shard import ShardedUnits
 from planner.replay.calls import (
@@ -71,6 +72,7 @@ class Made:
         module: The name of the module that called it.
         line: The user's line that called it, as in ``net.py:12``.
         unit: The number of the unit of ``fully_shard`` that called it.
+        blocks: Marks of the blocks of the user's that it is in, outermost first.
     """
 
     position: int = -1
@@ -83,6 +85,7 @@ class Made:
     module: str = ""
     line: str | None = None
     unit: int = ROOT
+    blocks: tuple[str, ...] = ()
 
 
 @dataclass
@@ -205,6 +208,7 @@ class SavesRecorder(StepRecorder):
             self._inside[-1] if self._in_forward else "",
             users_line(AroundForward.__call__.__code__) if self._in_forward else None,
             self._units.current,
+            marks_here() if self._in_forward else (),
         )
 
     def _count_writes(

@@ -15,6 +15,7 @@ from planner.parallel.sharded_as_planned import has_other_units
 from planner.planfile.plan import PlanRecord
 from planner.replay.follow import Steps, followed
 from planner.replay.program import program_of
+from planner.replay.watched import EACH, FIRST, watched
 from planner.runtime.first_forward import OtherPaths
 from planner.runtime.plan_call import PlanCall
 from planner.runtime.shapes.policy import NewShapes
@@ -56,14 +57,25 @@ def _followers(
     paths: OtherPaths,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Functions that run a module by a plan, at the planned shape and at others: here the same one twice."""
-    steps = Steps(program_of(plan))
-    if not steps.program.runs and plan.predicted.dynamic_peak_bytes >= plan.baseline.dynamic_peak_bytes:
-        return _as_it_is, _as_it_is  # nothing is dropped
-
-    warned = False
+    steps, warned, begun = Steps(program_of(plan)), False, 0
     planned = plan.target.parallel
     # Calls by hooks on these modules are not counted: fully_shard gathers and frees by such hooks.
     units = ["", *plan.model.regions] if planned is not None and planned.kind == "fsdp2" else []
+
+    def watch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal begun
+        begun += 1
+        if begun > FIRST and begun % EACH:
+            return _as_it_is(model, args, kwargs)
+        forward = partial(_as_it_is, model, args, kwargs)
+        output, step = watched(steps, forward, map(model.get_submodule, units))
+        if step is not None:
+            paths.met = paths.met or step.other_path
+            step.tell_of_more()
+        return output
+
+    if not steps.program.runs and plan.predicted.dynamic_peak_bytes >= plan.baseline.dynamic_peak_bytes:
+        return watch, _as_it_is  # nothing is dropped
 
     def follow(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         nonlocal warned

@@ -222,9 +222,9 @@ class StepRecorder(autograd.InfrastructureMode):
         asked = _tensors((operators.asked_for(func, args, out),), {})
         made = [t for t in asked if fake.storage_key(t) not in unknown]
         lent = func is torch.ops.aten.lift_fresh.default and is_lent(args[0])
-        # What is unknown may have data, and its view none.
-        if lent or func in operators.KEPT_BY_PYTORCH or (unknown and func.is_view):
-            self._is_resident(made)
+        # What is unknown may have data, and its view, or what a write returns, none.
+        if lent or func in operators.KEPT_BY_PYTORCH or (unknown and operators.returns_given(func)):
+            self._is_resident(t for t in made if fake.storage_key(t) not in self._known)
             if len(unknown) == 1:
                 self._lies_in.update(dict.fromkeys(map(fake.storage_key, made), next(iter(unknown))))
         self._append(call, reads, made, node)

@@ -274,6 +274,11 @@ class Graph:
         table = np.array(held, dtype=np.int64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
 
+    def is_held_beyond_forward(self, value: ValueId) -> bool:
+        """Whether the outside world holds a value when the backward begins."""
+        until = self.values[value].held_until
+        return until is not None and until >= self.forward_length
+
     @cached_property
     def base_of(self) -> BaseOpPerRow:
         """For each row of ``ops`` the base operation that it is a form of, int64."""

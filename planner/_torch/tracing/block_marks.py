@@ -3,7 +3,8 @@
 Like :mod:`planner._torch.fake`, this says what it hides. All of it was seen to work with torch 2.13.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch.fx.traceback
@@ -14,15 +15,35 @@ _PREFIX = "planner "
 
 
 def marked(number: int, mark: str) -> AbstractContextManager[Any]:
-    """A context that marks the operations that Dynamo traces in it; nested marks add up.
+    """A context that marks the operations that Dynamo traces, or that run, in it; nested marks add up.
 
     Args:
         number: Tells this from other marks of the same text.
         mark: Any text without a line break.
     """
     if graphs_are_off() is not None:
-        return nullcontext()
+        return _noted(f"{_PREFIX}{number}", mark)
     return torch.fx.traceback.annotate({f"{_PREFIX}{number}": mark})
+
+
+@contextmanager
+def _noted(key: str, mark: str) -> Iterator[None]:
+    # Other versions of PyTorch may lack `annotate`.
+    meta = torch.fx.traceback.current_meta
+    before = meta.get("custom")
+    meta["custom"] = {**(before or {}), key: mark}
+    try:
+        yield
+    finally:
+        meta["custom"] = before
+
+
+def marks_here() -> tuple[str, ...]:
+    """The marks of what runs now, ``number mark``, outermost first; none where graphs are off."""
+    custom = torch.fx.traceback.current_meta.get("custom") or {}
+    return tuple(
+        f"{key.removeprefix(_PREFIX)} {mark}" for key, mark in custom.items() if key.startswith(_PREFIX)
+    )
 
 
 def marks(node: torch.fx.Node) -> str:
