@@ -412,13 +412,22 @@ def test_where_all_fits_nothing_is_split() -> None:
     assert planner.verify(model, args, plan=plan, loss=loss_of, repeats=0).exact
 
 
-def test_a_budget_that_is_too_small_says_the_least() -> None:
+def test_a_budget_that_is_too_small_says_the_least_and_min_takes_hardly_more() -> None:
     torch.manual_seed(0)
     model, args = LanguageModel(), batch((8, 128))
-    least = planner.plan(model, args, budget="min", split="loss", **options())
     with pytest.raises(planner.InfeasibleBudget) as error:
-        planner.plan(model, args, budget=least.predicted.peak_bytes - 1, split="loss", **options())
-    assert error.value.minimum_bytes == least.predicted.peak_bytes
+        planner.plan(model, args, budget=1000, split="loss", **options())
+    minimum = error.value.minimum_bytes
+    exactly = planner.plan(model, args, budget=minimum, split="loss", **options())
+    assert exactly.predicted.peak_bytes == minimum
+    least = planner.plan(model, args, budget="min", split="loss", **options())
+    more = least.predicted.peak_bytes - minimum
+    assert 0 <= more <= least.baseline.dynamic_peak_bytes * 0.02
+    assert least.target.budget_text == "min"
+    assert least.target.budget_bytes is None
+    assert least.predicted.seconds <= exactly.predicted.seconds
+    part = planner.plan(model, args, budget="min@50%", split="loss", **options())
+    assert part.predicted.dynamic_peak_bytes == least.predicted.dynamic_peak_bytes
 
 
 def test_a_budget_that_is_too_small_says_that_pieces_would_help() -> None:

@@ -1,6 +1,7 @@
 """Steps whose loss is computed in pieces: which splits there are, and the best of them for a budget."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from planner._torch.joint import aot_metadata
@@ -9,7 +10,7 @@ from planner.costs.cuda_scratch import cuda_scratch
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.graph.joint_graph import read_joint
-from planner.graph.spec import Split, SplitForm
+from planner.graph.spec import Split
 from planner.graph.split.pieces import NothingToSplit, split_joint, splittable
 from planner.planfile.budget import Budget, format_bytes
 from planner.planfile.plan import PlanRecord
@@ -17,6 +18,7 @@ from planner.planning.prepare import Prepared
 from planner.problem.build import build_problem
 from planner.problem.encodings import find_packings
 from planner.progress import Progress, part_of
+from solvers.least import floor_bytes
 from solvers.model.schedule import simulate
 
 LEAST_ROWS = 128
@@ -25,6 +27,9 @@ LEAST_ROWS = 128
 _TIMED_SECONDS = 5.0
 """How long the operations of pieces are timed, where those of the step are."""
 
+_HARDLY = 1 / 50
+"""Of the unplanned step's peak: to save less, "min" does not take a slower plan."""
+
 _MUCH = 1 / 20
 """Of the peak: smaller results are not worth pieces."""
 
@@ -32,12 +37,12 @@ _SLOWER = 1.02
 """By how much a plan in the form "forward" is slower than the step for the other form to be looked at."""
 
 
+Plan = Callable[[Prepared, Budget, Progress], PlanRecord]
+"""Plans a step for a budget."""
+
+
 def planned_in_pieces(
-    prepared: Prepared,
-    wanted: Budget,
-    room: int | None,
-    plan: Callable[[Prepared, Budget, Progress], PlanRecord],
-    progress: Progress,
+    prepared: Prepared, wanted: Budget, room: int | None, plan: Plan, progress: Progress
 ) -> PlanRecord:
     """The best plan of a step in pieces, in one form or the other; where all fits as it is, one in one piece.
 
@@ -58,37 +63,93 @@ def planned_in_pieces(
     enough, most = _pieces(prepared)
     if isinstance(prepared.costs, MeasuredCosts):
         prepared.costs.allow(_TIMED_SECONDS)
-    tried: list[tuple[SplitForm, int]] = [("forward", most), ("backward", most)]
-    if room is not None and enough < most:
-        tried.insert(0, ("forward", enough))
-    best: PlanRecord | None = None
-    refused: list[InfeasibleBudget] = []
-    impossible: CaptureError | None = None
-    for number, (form, pieces) in enumerate(tried):
-        if best is not None and room is not None and not _is_slow(best):
-            break
-        try:
-            split = _split(prepared, Split(form, pieces))
-            made = plan(split, wanted, part_of(progress, number / len(tried), (number + 1) / len(tried)))
-        except InfeasibleBudget as error:
-            refused.append(error)
-            continue
-        except CaptureError as error:
-            impossible = error
-            continue
-        if best is None or _rank(made, room) < _rank(best, room):
-            best = made
-    if best is not None:
-        return best
-    if refused:
-        raise min(refused, key=lambda error: error.minimum_bytes)
-    assert impossible is not None
-    raise impossible
+    splits = [Split("forward", most), Split("backward", most)]
+    if room is None:
+        return _Forms(prepared, splits, plan).least(wanted, progress)
+    if enough < most:
+        splits.insert(0, Split("forward", enough))
+    return _Forms(prepared, splits, plan).best(wanted, progress)
 
 
-def _rank(plan: PlanRecord, room: int | None) -> tuple[float, float]:
-    peak, seconds = plan.predicted.dynamic_peak_bytes, plan.predicted.seconds
-    return (peak, seconds) if room is None else (seconds, peak)
+class _Forms:
+    """The forms that a step can be split in, each of them split once.
+
+    Args:
+        prepared: The step, in one piece.
+        splits: The forms, the fastest first.
+        plan: Plans a step.
+    """
+
+    def __init__(self, prepared: Prepared, splits: Sequence[Split], plan: Plan) -> None:
+        self._prepared, self._plan = prepared, plan
+        self._splits, self._made = splits, dict[Split, Prepared | CaptureError]()
+
+    def best(self, wanted: Budget, progress: Progress) -> PlanRecord:
+        """The fastest plan for a budget in bytes."""
+        found, refused = list[PlanRecord](), list[InfeasibleBudget]()
+        for number, split in enumerate(self._splits):
+            share = part_of(progress, number / len(self._splits), (number + 1) / len(self._splits))
+            try:
+                found.append(self._plan(self._split(split), wanted, share))
+            except InfeasibleBudget as error:
+                refused.append(error)
+            except CaptureError:
+                continue
+            if found and not _is_slow(found[-1]):
+                break
+        if found:
+            return min(found, key=lambda made: (made.predicted.seconds, made.predicted.dynamic_peak_bytes))
+        if refused:
+            raise min(refused, key=lambda error: error.minimum_bytes)
+        raise self._impossible
+
+    def least(self, wanted: Budget, progress: Progress) -> PlanRecord:
+        """The fastest plan whose peak is hardly more than the least: than what no plan undercuts, or, where
+        none is found there, than the least that is found."""
+        prepared = self._prepared
+        hardly = int(prepared.problem.eager.peak_bytes * _HARDLY)
+        floor = min(floor_bytes(step.problem.graph) for step in self._steps())
+        around = prepared.footprint.around(prepared.resident.total)
+        enough = max(around + floor, prepared.footprint.whole_step(0, prepared.problem.final_bytes).total_bytes)
+        made: PlanRecord | None = None
+        for share in (part_of(progress, 0.0, 0.5), part_of(progress, 0.5, 1.0)):
+            try:
+                made = self.best(Budget(enough + hardly, wanted.text, relative=True), share)
+                break
+            except InfeasibleBudget as error:
+                enough = error.minimum_bytes
+        assert made is not None
+        if wanted.max_overhead is not None and made.overhead > wanted.max_overhead:
+            plans = [self._plan(step, wanted, progress) for step in self._steps()]
+            return min(plans, key=lambda plan: plan.predicted.dynamic_peak_bytes)
+        asked = {"budget_bytes": wanted.bytes, "budget_text": wanted.text}
+        return made.model_copy(update={"target": made.target.model_copy(update=asked)})
+
+    def _steps(self) -> list[Prepared]:
+        """The step in all forms that it can be split in."""
+        for split in self._splits:
+            with suppress(CaptureError):
+                self._split(split)
+        steps = [step for step in self._made.values() if isinstance(step, Prepared)]
+        if not steps:
+            raise self._impossible
+        return steps
+
+    def _split(self, split: Split) -> Prepared:
+        if split not in self._made:
+            try:
+                self._made[split] = _split(self._prepared, split)
+            except CaptureError as error:
+                self._made[split] = error
+        made = self._made[split]
+        if isinstance(made, CaptureError):
+            raise made
+        return made
+
+    @property
+    def _impossible(self) -> CaptureError:
+        """Why no form is possible."""
+        return next(error for error in reversed(self._made.values()) if isinstance(error, CaptureError))
 
 
 def _is_slow(plan: PlanRecord) -> bool:
