@@ -236,6 +236,40 @@ def test_regions_that_have_no_loss_stay_whole() -> None:
     check(model, args, plan)
 
 
+class MLPs(torch.nn.Module):
+    """A language model of MLPs, with gates or with biases."""
+
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64)
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(32) for _ in range(2))
+        self.up, self.down = (
+            torch.nn.ModuleList(torch.nn.Linear(*sizes) for _ in range(2)) for sizes in ((32, 256), (256, 32))
+        )
+        self.gates = torch.nn.ModuleList(torch.nn.Linear(32, 256, bias=False) for _ in range(2 * gated))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embedding(ids)
+        for n, norm in enumerate(self.norms):
+            y = norm(x)
+            inner = F.silu(self.gates[n](y)) * self.up[n](y) if self.gates else F.gelu(self.up[n](y))
+            x = x + self.down[n](inner)
+        return {"loss": mean(self.head(x), labels)}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_mlps_in_pieces(gated: bool) -> None:
+    torch.manual_seed(0)
+    model, args = MLPs(gated), tuple(torch.randint(0, 64, (4, 256)) for _ in range(2))
+    without = planner.plan(model, args, budget="min", **options())
+    plan = planner.plan(model, args, budget="min", split="auto", **options())
+    assert plan.predicted.dynamic_peak_bytes < without.predicted.dynamic_peak_bytes * 0.7
+    assert plan.graphs[0].split is not None
+    assert {"head", "up.0", "up.1"} <= {run.module for run in plan.graphs[0].split.runs}
+    assert "at most 8 of 1,024 rows" in plan.summary()
+    check(model, args, Plan.loads(plan.dumps()))
+
+
 def test_dropout_of_logits_is_not_split() -> None:
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return mean(F.dropout(logits, 0.1), labels)

@@ -1,7 +1,6 @@
 """Steps whose loss is computed in pieces: which splits there are, and the best of them for a budget."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from planner._torch.joint import aot_metadata
@@ -10,7 +9,7 @@ from planner.costs.cuda_scratch import cuda_scratch
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.graph.joint_graph import read_joint
-from planner.graph.spec import Split
+from planner.graph.spec import Split, SplitRuns
 from planner.graph.split.pieces import NothingToSplit, split_joint, splittable
 from planner.planfile.budget import Budget, format_bytes
 from planner.planfile.plan import PlanRecord
@@ -20,6 +19,7 @@ from planner.problem.encodings import find_packings
 from planner.progress import Progress, part_of
 from solvers.least import floor_bytes
 from solvers.model.schedule import simulate
+from solvers.one_budget import first_bound
 
 LEAST_ROWS = 128
 """Of a piece, where there are more: products of fewer rows take longer for each."""
@@ -60,110 +60,126 @@ def planned_in_pieces(
     whole = simulate(problem.graph, problem.graph.base_schedule)
     if room is not None and whole.peak_bytes <= room:
         return plan(prepared, wanted, progress)
-    enough, most = _pieces(prepared)
     if isinstance(prepared.costs, MeasuredCosts):
         prepared.costs.allow(_TIMED_SECONDS)
-    splits = [Split("forward", most), Split("backward", most)]
-    if room is None:
-        return _Forms(prepared, splits, plan).least(wanted, progress)
-    if enough < most:
+    forms = _Forms(prepared, _splits(prepared, least=room is None), plan)
+    return forms.least(wanted, progress) if room is None else forms.best(wanted, progress)
+
+
+def _splits(prepared: Prepared, *, least: bool) -> list[Split]:
+    """The splits to try, the fastest first."""
+    enough, most, in_loss = _pieces(prepared)
+    splits = [Split("forward", most), Split("backward", most)] if in_loss else []
+    if in_loss and enough < most and not least:
         splits.insert(0, Split("forward", enough))
-    return _Forms(prepared, splits, plan).best(wanted, progress)
+    if prepared.options.split == "auto":
+        splits += [Split(split.form, split.pieces, "auto") for split in splits if split.pieces == most]
+    return splits or [Split("backward", most, "auto" if prepared.options.split == "auto" else "loss")]
 
 
 class _Forms:
-    """The forms that a step can be split in, each of them split once.
+    """The forms of a step: split, each once, and whole.
 
     Args:
         prepared: The step, in one piece.
-        splits: The forms, the fastest first.
+        splits: How to split it, the fastest first.
         plan: Plans a step.
     """
 
     def __init__(self, prepared: Prepared, splits: Sequence[Split], plan: Plan) -> None:
         self._prepared, self._plan = prepared, plan
-        self._splits, self._made = splits, dict[Split, Prepared | CaptureError]()
+        self._splits: list[Split | None] = [*splits, None]
+        self._made = dict[Split, Prepared | CaptureError]()
 
-    def best(self, wanted: Budget, progress: Progress) -> PlanRecord:
-        """The fastest plan for a budget in bytes."""
+    def best(
+        self, wanted: Budget, progress: Progress, splits: Sequence[Split | None] | None = None
+    ) -> PlanRecord:
+        """The fastest plan for a budget in bytes, of the forms or of some of them."""
+        tried = self._splits if splits is None else splits
         found, refused = list[PlanRecord](), list[InfeasibleBudget]()
-        for number, split in enumerate(self._splits):
-            share = part_of(progress, number / len(self._splits), (number + 1) / len(self._splits))
+        for number, split in enumerate(tried):
+            step = self._step(split)
+            if step is None or (found and _undercut(step, wanted, found)):
+                continue
+            share = part_of(progress, number / len(tried), (number + 1) / len(tried))
             try:
-                found.append(self._plan(self._split(split), wanted, share))
+                found.append(self._plan(step, wanted, share))
             except InfeasibleBudget as error:
                 refused.append(error)
-            except CaptureError:
-                continue
             if found and not _is_slow(found[-1]):
                 break
         if found:
             return min(found, key=lambda made: (made.predicted.seconds, made.predicted.dynamic_peak_bytes))
-        if refused:
-            raise min(refused, key=lambda error: error.minimum_bytes)
-        raise self._impossible
+        raise min(refused, key=lambda error: error.minimum_bytes)
 
     def least(self, wanted: Budget, progress: Progress) -> PlanRecord:
         """The fastest plan whose peak is hardly more than the least: than what no plan undercuts, or, where
         none is found there, than the least that is found."""
         prepared = self._prepared
         hardly = int(prepared.problem.eager.peak_bytes * _HARDLY)
-        floor = min(floor_bytes(step.problem.graph) for step in self._steps())
+        steps = {split: step for split in self._splits if (step := self._step(split)) is not None}
         around = prepared.footprint.around(prepared.resident.total)
-        enough = max(around + floor, prepared.footprint.whole_step(0, prepared.problem.final_bytes).total_bytes)
+        floors = {split: around + floor_bytes(step.problem.graph) for split, step in steps.items()}
+        left = prepared.footprint.whole_step(0, prepared.problem.final_bytes).total_bytes
+        enough = max(left, min(floors.values()))
         made: PlanRecord | None = None
         for share in (part_of(progress, 0.0, 0.5), part_of(progress, 0.5, 1.0)):
+            budget = Budget(enough + hardly, wanted.text, relative=True)
+            near = [split for split in steps if floors[split] <= enough + hardly]
             try:
-                made = self.best(Budget(enough + hardly, wanted.text, relative=True), share)
+                made = self.best(budget, share, near)
                 break
             except InfeasibleBudget as error:
                 enough = error.minimum_bytes
         assert made is not None
         if wanted.max_overhead is not None and made.overhead > wanted.max_overhead:
-            plans = [self._plan(step, wanted, progress) for step in self._steps()]
+            plans = [self._plan(step, wanted, progress) for step in steps.values()]
             return min(plans, key=lambda plan: plan.predicted.dynamic_peak_bytes)
         asked = {"budget_bytes": wanted.bytes, "budget_text": wanted.text}
         return made.model_copy(update={"target": made.target.model_copy(update=asked)})
 
-    def _steps(self) -> list[Prepared]:
-        """The step in all forms that it can be split in."""
-        for split in self._splits:
-            with suppress(CaptureError):
-                self._split(split)
-        steps = [step for step in self._made.values() if isinstance(step, Prepared)]
-        if not steps:
-            raise self._impossible
-        return steps
+    def _step(self, split: Split | None) -> Prepared | None:
+        """The step in a form; None where that is not possible.
 
-    def _split(self, split: Split) -> Prepared:
+        Raises:
+            CaptureError: No split is.
+        """
+        if split is None:
+            made = list(self._made.values())
+            if made and all(isinstance(step, CaptureError) for step in made):
+                assert isinstance(made[-1], CaptureError)
+                raise made[-1]
+            return self._prepared
         if split not in self._made:
             try:
                 self._made[split] = _split(self._prepared, split)
             except CaptureError as error:
                 self._made[split] = error
-        made = self._made[split]
-        if isinstance(made, CaptureError):
-            raise made
-        return made
+        step = self._made[split]
+        return None if isinstance(step, CaptureError) else step
 
-    @property
-    def _impossible(self) -> CaptureError:
-        """Why no form is possible."""
-        return next(error for error in reversed(self._made.values()) if isinstance(error, CaptureError))
+
+def _undercut(step: Prepared, wanted: Budget, found: Sequence[PlanRecord]) -> bool:
+    """Whether no plan of a step is faster than those that are found."""
+    assert wanted.bytes is not None
+    room = step.footprint.room_bytes(wanted.bytes)
+    bound = first_bound(step.problem.graph, room, step.options.time_limit)
+    return bound.seconds >= min(made.predicted.seconds for made in found)
 
 
 def _is_slow(plan: PlanRecord) -> bool:
     return plan.predicted.seconds > plan.no_recompute.seconds * _SLOWER
 
 
-def _pieces(prepared: Prepared) -> tuple[int, int]:
-    """How many pieces are so small that the step hardly takes more for them, and how many at most."""
-    enough = most = 2
+def _pieces(prepared: Prepared) -> tuple[int, int, bool]:
+    """How many pieces are so small that the step hardly takes more for them, how many at most, and whether
+    anything ends in the loss."""
+    enough, most, in_loss = 2, 2, False
     for graph in prepared.captured.graphs:
         if graph.joint is None:
             continue
         try:
-            runs = splittable(graph.joint.module, graph.joint.forward_outputs)[1]
+            runs = splittable(graph.joint.module, graph.joint.forward_outputs, _what(prepared))[1]
         except NothingToSplit:
             continue
         for run in runs:
@@ -171,7 +187,12 @@ def _pieces(prepared: Prepared) -> tuple[int, int]:
                 most *= 2
             while enough < most and run.bytes > enough * prepared.problem.final_bytes // 2:
                 enough *= 2
-    return enough, most
+            in_loss |= run.in_loss
+    return enough, most, in_loss
+
+
+def _what(prepared: Prepared) -> SplitRuns:
+    return "auto" if prepared.options.split == "auto" else "loss"
 
 
 def split_hint(prepared: Prepared) -> str:
@@ -184,7 +205,7 @@ def split_hint(prepared: Prepared) -> str:
         if graph.joint is None:
             continue
         try:
-            _, runs = splittable(graph.joint.module, graph.joint.forward_outputs)
+            _, runs = splittable(graph.joint.module, graph.joint.forward_outputs, "loss")
         except NothingToSplit:
             continue
         largest = max(runs, key=lambda run: run.bytes)
@@ -198,14 +219,14 @@ def split_hint(prepared: Prepared) -> str:
 
 def split_as(plan: PlanRecord, prepared: Prepared) -> Prepared:
     """A step that is captured in one piece, in the pieces of a plan."""
-    splits = {Split(graph.split.form, graph.split.pieces) for graph in plan.graphs if graph.split is not None}
+    splits = {Split.of(graph.split) for graph in plan.graphs if graph.split is not None}
     return _split(prepared, min(splits)) if splits else prepared
 
 
 def _split(prepared: Prepared, split: Split) -> Prepared:
     graphs, why = (
         list[CapturedGraph](),
-        CaptureError("split='loss': no graph is captured. Plan with split='none'"),
+        CaptureError(f"split='{split.what}': no graph is captured. Plan with split='none'"),
     )
     for graph in prepared.captured.graphs:
         try:
@@ -250,7 +271,7 @@ def _split_graph(prepared: Prepared, graph: CapturedGraph, split: Split) -> Capt
     reading = read_joint(made, joint.forward_outputs)
     copied = {p for p, old in zip(reading.primals, joint.primals, strict=True) if old in joint.to_copy}
     reading.to_copy = frozenset(copied)
-    rows = tuple((module, run.rows) for run in runs for module in run.modules)
+    rows = tuple(dict.fromkeys((module, run.rows) for run in runs for module in run.modules))
     return replace(graph, joint=reading, spec=replace(graph.spec, split=split), split_runs=rows)
 
 
@@ -258,9 +279,10 @@ def _note(graphs: Sequence[CapturedGraph], split: Split) -> str:
     runs = [
         f"{module or 'the module'} ({rows:,} rows)" for graph in graphs for module, rows in graph.split_runs
     ]
-    how = "gradients with each piece in the forward" if split.form == "forward" else "in the backward again"
+    how = "the loss's with each piece in the forward" if split.form == "forward" else "in the backward again"
+    what = "the loss is" if split.what == "loss" else "the loss and MLPs are"
     return (
-        f"the loss is computed in {split.pieces} pieces of what begins at {', '.join(dict.fromkeys(runs))}, "
-        f"{how}: gradients are as near to the true ones as without a plan, and not equal in the last bits; "
-        "what is computed there is not returned whole"
+        f"{what} computed in {split.pieces} pieces of what begins at {', '.join(dict.fromkeys(runs))}, "
+        f"gradients {how}: they are as near to the true ones as without a plan, and not equal in the "
+        "last bits; what is computed there is not returned whole"
     )

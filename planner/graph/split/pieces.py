@@ -22,7 +22,7 @@ from planner._torch.joint import aot_metadata
 from planner._torch.joint.graph_modules import graph_module
 from planner.errors import CaptureError
 from planner.graph.dying_operands import RUNS_ONCE
-from planner.graph.spec import Split
+from planner.graph.spec import Split, SplitRuns
 from planner.graph.split.linear import is_linear
 from planner.graph.split.rules import Piecewise, Rows, shape_of
 from planner.graph.split.runs import Run, find_runs
@@ -50,7 +50,7 @@ _ALL_AT_ONCE = (
 
 
 class NothingToSplit(CaptureError):
-    """A graph has no run that ends in the loss."""
+    """A graph has no run that can be split."""
 
 
 class SplitGraph(NamedTuple):
@@ -78,14 +78,14 @@ def split_joint(joint: GraphModule, forward_outputs: int, split: Split) -> Split
     Raises:
         CaptureError: It has no run, or none that can be split in this form.
     """
-    copied, runs = splittable(joint, forward_outputs)
+    copied, runs = splittable(joint, forward_outputs, split.what)
     dropped: dict[int, torch.Tensor] = {}
     for run in runs:
         dropped |= _Pieces(copied, run, split, forward_outputs).run()
     return SplitGraph(copied, runs, dropped)
 
 
-def splittable(joint: GraphModule, forward_outputs: int) -> tuple[GraphModule, list[Run]]:
+def splittable(joint: GraphModule, forward_outputs: int, what: SplitRuns) -> tuple[GraphModule, list[Run]]:
     """A copy of a joint graph, and its runs.
 
     Raises:
@@ -93,10 +93,15 @@ def splittable(joint: GraphModule, forward_outputs: int) -> tuple[GraphModule, l
     """
     copied = _copied(joint)
     _divide_means(copied)
-    runs, why = find_runs(copied, forward_outputs)
+    runs, why = find_runs(copied, forward_outputs, what)
     if not runs:
+        of = (
+            "nothing that ends in the loss"
+            if what == "loss"
+            else "no MLP, and nothing that ends in the loss,"
+        )
         raise NothingToSplit(
-            f"split='loss': nothing that ends in the loss can be computed in pieces of rows: {why}. Plan "
+            f"split='{what}': {of} that ends in the loss can be computed in pieces of rows: {why}. Plan "
             "with split='none'"
         )
     return copied, runs
@@ -198,7 +203,8 @@ class _Pieces:
     """One run of a graph, put into pieces."""
 
     def __init__(self, joint: GraphModule, run: Run, split: Split, forward_outputs: int) -> None:
-        self._joint, self._run, self._split = joint, run, split
+        self._joint, self._run = joint, run
+        self._early = split.form == "forward" and run.in_loss
         self._graph = joint.graph
         self._forward_outputs = forward_outputs
         self._place = {node: place for place, node in enumerate(self._graph.nodes)}
@@ -214,14 +220,15 @@ class _Pieces:
         self._partial: dict[Node, Node] = {}  # sums over the rows of the pieces so far
         self._rows_of: dict[tuple[Node, Rows, int], Node] = {}
         self._hoisted: dict[Node, Node] = {}
-        count, pieces = run.rows, min(split.pieces, run.rows)
+        pieces = split.pieces if run.in_loss else min(split.pieces, run.enough_pieces)
+        count, pieces = run.rows, min(pieces, run.rows)
         size = -(-count // pieces)
         self._bounds = [(start, min(start + size, count)) for start in range(0, count, size)]
 
     def run(self) -> dict[int, torch.Tensor]:
         """Split; returns the results of the forward that are no longer there, by position."""
         forward, backward = self._halves
-        early = self._split.form == "forward"
+        early = self._early
         gradient = self._one_gradient() if early else None
         read = forward if gradient is None else [*forward, *backward]
         emit = _Emitter(
