@@ -30,6 +30,9 @@ _TIMED_SECONDS = 5.0
 _HARDLY = 1 / 50
 """Of the unplanned step's peak: to save less, "min" does not take a slower plan."""
 
+_LITTLE = 1 / 100
+"""Of that peak: pieces whose results take less are not divided further."""
+
 _MUCH = 1 / 20
 """Of the peak: smaller results are not worth pieces."""
 
@@ -183,7 +186,8 @@ def _pieces(prepared: Prepared) -> tuple[int, int, bool]:
         except NothingToSplit:
             continue
         for run in runs:
-            while run.rows >= 2 * most * LEAST_ROWS:
+            little = prepared.problem.eager.peak_bytes * _LITTLE
+            while run.rows >= 2 * most * LEAST_ROWS and run.bytes > most * little:
                 most *= 2
             while enough < most and run.bytes > enough * prepared.problem.final_bytes // 2:
                 enough *= 2
@@ -220,7 +224,15 @@ def split_hint(prepared: Prepared) -> str:
 def split_as(plan: PlanRecord, prepared: Prepared) -> Prepared:
     """A step that is captured in one piece, in the pieces of a plan."""
     splits = {Split.of(graph.split) for graph in plan.graphs if graph.split is not None}
-    return _split(prepared, min(splits)) if splits else prepared
+    if not splits:
+        return prepared
+    split = min(splits)
+    try:
+        return _split(prepared, split)
+    except NothingToSplit:
+        return prepared
+    except CaptureError:
+        return _split(prepared, split._replace(form="backward"))
 
 
 def _split(prepared: Prepared, split: Split) -> Prepared:

@@ -85,6 +85,21 @@ def split_joint(joint: GraphModule, forward_outputs: int, split: Split) -> Split
     return SplitGraph(copied, runs, dropped)
 
 
+def split_where_possible(joint: GraphModule, forward_outputs: int, split: Split) -> SplitGraph:
+    """The same for a step of other rows or other precision than the planned one: in the form "backward" where
+    "forward" is not possible, and whole where nothing has several rows.
+
+    Args:
+        joint, forward_outputs, split: As for :func:`split_joint`.
+    """
+    try:
+        return split_joint(joint, forward_outputs, split)
+    except NothingToSplit:
+        return SplitGraph(joint, [], {})
+    except CaptureError:
+        return split_joint(joint, forward_outputs, split._replace(form="backward"))
+
+
 def splittable(joint: GraphModule, forward_outputs: int, what: SplitRuns) -> tuple[GraphModule, list[Run]]:
     """A copy of a joint graph, and its runs.
 
@@ -95,11 +110,7 @@ def splittable(joint: GraphModule, forward_outputs: int, what: SplitRuns) -> tup
     _divide_means(copied)
     runs, why = find_runs(copied, forward_outputs, what)
     if not runs:
-        of = (
-            "nothing that ends in the loss"
-            if what == "loss"
-            else "no MLP, and nothing that ends in the loss,"
-        )
+        of = "nothing" if what == "loss" else "no MLP, and nothing"
         raise NothingToSplit(
             f"split='{what}': {of} that ends in the loss can be computed in pieces of rows: {why}. Plan "
             "with split='none'"
