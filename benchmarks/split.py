@@ -1,4 +1,4 @@
-"""Losses and MLPs in pieces: the peaks and times of plans with split="loss" and "auto", against those without.
+"""Losses and MLPs in pieces: peaks and times of plans with split="loss" and "auto", against those without.
 
     python benchmarks/split.py [--models llama gpt2 bert ...] [--repeats 3] [--out docs/results/split.md]
 

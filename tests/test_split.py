@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -414,7 +415,7 @@ def test_other_shapes_are_as_many_pieces() -> None:
     planned = planner.plan(model, batch(), budget="min", split="loss", **options()).apply(
         copy.deepcopy(model)
     )
-    for rows in ((3, 40), (2, 33), (3, 50)):
+    for rows in ((3, 40), (2, 33), (1, 7), (3, 50)):
         args = batch(rows)
         alone = copy.deepcopy(model)
         alone(*args)["loss"].backward()
@@ -436,6 +437,66 @@ def test_a_plan_is_the_best_of_both_forms(tmp_path: Any) -> None:
         assert "not equal in the last bits" in plan.summary()
         plan.save(tmp_path / "plan.json")
         check(model, args, Plan.load(tmp_path / "plan.json"))
+
+
+def test_a_row_alone_is_not_split_and_half_precision_follows_in_the_backward() -> None:
+    torch.manual_seed(0)
+    model, args = LanguageModel(), batch()
+    plan = in_pieces(prepared(model, args), Split("forward", 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned = plan.apply(copy.deepcopy(model))
+        planned(*(values[:1, -1:] for values in args))["loss"].backward()
+    planned = plan.apply(copy.deepcopy(model))
+    with (
+        pytest.warns(planner.PlanWarning, match=r"under autocast off then.*Plan it again"),
+        torch.autocast("cpu", torch.float16),
+    ):
+        loss = planned(*args)["loss"]
+    loss.backward()
+    assert loss.isfinite()
+
+
+def test_sweeps_and_largest_batches_in_pieces() -> None:
+    torch.manual_seed(0)
+    model, args = LanguageModel(), batch((8, 128))
+    swept = planner.sweep(model, args, points=3, split="loss", **options())
+    assert [plan.predicted.seconds for plan in swept] == sorted(plan.predicted.seconds for plan in swept)
+    check(model, args, swept[-1])
+
+    def sized(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch((size, 32))
+
+    given: dict[str, Any] = {"loss": loss_of, "outputs": "dropped", "encodings": "none", "max_overhead": None}
+    largest = planner.max_batch(model, sized, "8MiB", split="loss", **given)
+    assert largest.unplanned is not None
+    assert largest.batch > 5 * largest.unplanned.batch
+    check(model, sized(largest.batch), largest.plan)
+
+
+def test_six_steps_of_adamw_stay_as_near_as_sums_in_another_order() -> None:
+    torch.manual_seed(0)
+    model, (ids, labels) = LanguageModel(), batch((4, 64))
+    other_order = torch.randperm(4)
+    plan = planner.plan(model, (ids, labels), budget="min", split="loss", **options())
+
+    def trained(planned: bool, order: torch.Tensor, kind: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        again = copy.deepcopy(model).to(kind)
+        again = plan.apply(again) if planned else again
+        optimizer = torch.optim.AdamW(again.parameters(), lr=1e-2)
+        for _ in range(6):
+            optimizer.zero_grad()
+            again(ids[order], labels[order])["loss"].backward()
+            optimizer.step()
+        return [p.detach().double() for p in again.parameters()]
+
+    def apart(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+        return max(float((a - b).norm() / b.norm()) for a, b in zip(one, other, strict=True))
+
+    as_it_is = torch.arange(4)
+    true = trained(False, as_it_is, torch.float64)
+    alone = max(apart(trained(False, order), true) for order in (as_it_is, other_order))
+    assert apart(trained(True, as_it_is), true) <= 1.5 * alone
 
 
 def test_where_all_fits_nothing_is_split() -> None:

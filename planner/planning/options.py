@@ -72,12 +72,18 @@ class SearchKeywords(TypedDict, total=False):
     checkpoints: Sequence[str]
 
 
-class CaptureKeywords(StepKeywords, total=False):
+class SplitKeywords(StepKeywords, total=False):
+    """Keywords of :func:`planner.sweep` and :func:`planner.max_batch`; :class:`PlanOptions` says what they
+    mean."""
+
+    split: SplitWhat
+
+
+class CaptureKeywords(SplitKeywords, total=False):
     """Keywords of :func:`planner.prepare`; :class:`PlanOptions` says what they mean."""
 
     backend: BackendChoice
     backend_options: Mapping[str, bool | int | float | str]
-    split: SplitWhat
 
 
 class PlanKeywords(CaptureKeywords, SearchKeywords, total=False):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from planner._torch.joint import aot_metadata
 from planner.capture.captured_step import CapturedGraph
@@ -44,61 +45,55 @@ Plan = Callable[[Prepared, Budget, Progress], PlanRecord]
 """Plans a step for a budget."""
 
 
-def planned_in_pieces(
-    prepared: Prepared, wanted: Budget, room: int | None, plan: Plan, progress: Progress
-) -> PlanRecord:
-    """The best plan of a step in pieces, in one form or the other; where all fits as it is, one in one piece.
+class Forms:
+    """The forms of a step: in pieces, each made once, and whole.
 
     Args:
         prepared: The step, in one piece.
-        wanted, room: The budget, and what of it is for forward and backward; None for the least.
-        plan: Plans a step.
-        progress: Called with what is being done, and how much of it is done.
-
-    Raises:
-        CaptureError: There is nothing to split.
-        InfeasibleBudget: No plan fits.
-    """
-    problem = prepared.problem
-    whole = simulate(problem.graph, problem.graph.base_schedule)
-    if room is not None and whole.peak_bytes <= room:
-        return plan(prepared, wanted, progress)
-    if isinstance(prepared.costs, MeasuredCosts):
-        prepared.costs.allow(_TIMED_SECONDS)
-    forms = _Forms(prepared, _splits(prepared, least=room is None), plan)
-    return forms.least(wanted, progress) if room is None else forms.best(wanted, progress)
-
-
-def _splits(prepared: Prepared, *, least: bool) -> list[Split]:
-    """The splits to try, the fastest first."""
-    enough, most, in_loss = _pieces(prepared)
-    splits = [Split("forward", most), Split("backward", most)] if in_loss else []
-    if in_loss and enough < most and not least:
-        splits.insert(0, Split("forward", enough))
-    if prepared.options.split == "auto":
-        splits += [Split(split.form, split.pieces, "auto") for split in splits if split.pieces == most]
-    return splits or [Split("backward", most, "auto" if prepared.options.split == "auto" else "loss")]
-
-
-class _Forms:
-    """The forms of a step: split, each once, and whole.
-
-    Args:
-        prepared: The step, in one piece.
-        splits: How to split it, the fastest first.
         plan: Plans a step.
     """
 
-    def __init__(self, prepared: Prepared, splits: Sequence[Split], plan: Plan) -> None:
+    def __init__(self, prepared: Prepared, plan: Plan) -> None:
         self._prepared, self._plan = prepared, plan
-        self._splits: list[Split | None] = [*splits, None]
         self._made = dict[Split, Prepared | CaptureError]()
 
-    def best(
-        self, wanted: Budget, progress: Progress, splits: Sequence[Split | None] | None = None
-    ) -> PlanRecord:
-        """The fastest plan for a budget in bytes, of the forms or of some of them."""
-        tried = self._splits if splits is None else splits
+    def planned(self, wanted: Budget, room: int | None, progress: Progress) -> PlanRecord:
+        """The best plan, in one form or another; where all fits as it is, one in one piece.
+
+        Args:
+            wanted, room: The budget, and what of it is for forward and backward; None for the least.
+            progress: Called with what is being done, and how much of it is done.
+
+        Raises:
+            CaptureError: There is nothing to split.
+            InfeasibleBudget: No plan fits.
+        """
+        graph = self._prepared.problem.graph
+        if room is not None and simulate(graph, graph.base_schedule).peak_bytes <= room:
+            return self._plan(self._prepared, wanted, progress)
+        if isinstance(self._prepared.costs, MeasuredCosts) and not self._made:
+            self._prepared.costs.allow(_TIMED_SECONDS)
+        if room is None:
+            return self._least(wanted, progress)
+        return self._best(wanted, progress, self._splits)
+
+    @cached_property
+    def _splits(self) -> list[Split | None]:
+        """How to split, the fastest first; None is not at all."""
+        enough, most, in_loss = _pieces(self._prepared)
+        what = _what(self._prepared)
+        splits: list[Split | None] = []
+        if in_loss:
+            splits += dict.fromkeys([Split("forward", enough), Split("forward", most)])
+            splits.append(Split("backward", most))
+        if what == "auto" and in_loss:
+            splits.append(Split("forward", most, what))
+        if what == "auto" or not in_loss:
+            splits.append(Split("backward", most, what))
+        return [*splits, None]
+
+    def _best(self, wanted: Budget, progress: Progress, tried: Sequence[Split | None]) -> PlanRecord:
+        """The fastest plan for a budget in bytes, of some forms."""
         found, refused = list[PlanRecord](), list[InfeasibleBudget]()
         for number, split in enumerate(tried):
             step = self._step(split)
@@ -115,12 +110,14 @@ class _Forms:
             return min(found, key=lambda made: (made.predicted.seconds, made.predicted.dynamic_peak_bytes))
         raise min(refused, key=lambda error: error.minimum_bytes)
 
-    def least(self, wanted: Budget, progress: Progress) -> PlanRecord:
+    def _least(self, wanted: Budget, progress: Progress) -> PlanRecord:
         """The fastest plan whose peak is hardly more than the least: than what no plan undercuts, or, where
         none is found there, than the least that is found."""
         prepared = self._prepared
         hardly = int(prepared.problem.eager.peak_bytes * _HARDLY)
-        steps = {split: step for split in self._splits if (step := self._step(split)) is not None}
+        most = max((split.pieces for split in self._splits if split is not None), default=0)
+        tried = [split for split in self._splits if split is None or split.pieces == most]
+        steps = {split: step for split in tried if (step := self._step(split)) is not None}
         around = prepared.footprint.around(prepared.resident.total)
         floors = {split: around + floor_bytes(step.problem.graph) for split, step in steps.items()}
         left = prepared.footprint.whole_step(0, prepared.problem.final_bytes).total_bytes
@@ -130,7 +127,7 @@ class _Forms:
             budget = Budget(enough + hardly, wanted.text, relative=True)
             near = [split for split in steps if floors[split] <= enough + hardly]
             try:
-                made = self.best(budget, share, near)
+                made = self._best(budget, share, near)
                 break
             except InfeasibleBudget as error:
                 enough = error.minimum_bytes
@@ -219,6 +216,21 @@ def split_hint(prepared: Prepared) -> str:
                 "with split='loss', outputs='dropped' to compute what ends in the loss in pieces of rows"
             )
     return ""
+
+
+def in_pieces(prepared: Prepared, pieces: int) -> Prepared:
+    """A step that is captured in one piece, in so many, with gradients in the forward where that is possible.
+
+    Raises:
+        CaptureError: There is nothing to split.
+    """
+    split = Split("forward", pieces, _what(prepared))
+    try:
+        return _split(prepared, split)
+    except NothingToSplit:
+        raise
+    except CaptureError:
+        return _split(prepared, split._replace(form="backward"))
 
 
 def split_as(plan: PlanRecord, prepared: Prepared) -> Prepared:
