@@ -24,7 +24,7 @@ from planner.errors import CaptureError
 from planner.graph.dying_operands import RUNS_ONCE
 from planner.graph.spec import Split, SplitRuns
 from planner.graph.split.linear import is_linear
-from planner.graph.split.rules import Piecewise, Rows, shape_of
+from planner.graph.split.rules import Piecewise, Rows, given, shape_of
 from planner.graph.split.runs import Run, find_runs
 
 aten = torch.ops.aten
@@ -80,8 +80,9 @@ def split_joint(joint: GraphModule, forward_outputs: int, split: Split) -> Split
     """
     copied, runs = splittable(joint, forward_outputs, split.what)
     dropped: dict[int, torch.Tensor] = {}
+    replaced: dict[Node, Node] = {}
     for run in runs:
-        dropped |= _Pieces(copied, run, split, forward_outputs).run()
+        dropped |= _Pieces(copied, run, split, forward_outputs, replaced).run()
     return SplitGraph(copied, runs, dropped)
 
 
@@ -211,12 +212,19 @@ def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
 
 
 class _Pieces:
-    """One run of a graph, put into pieces."""
+    """One run of a graph, put into pieces; ``replaced`` has what stands for results of runs before it."""
 
-    def __init__(self, joint: GraphModule, run: Run, split: Split, forward_outputs: int) -> None:
+    def __init__(
+        self,
+        joint: GraphModule,
+        run: Run,
+        split: Split,
+        forward_outputs: int,
+        replaced: dict[Node, Node],
+    ) -> None:
         self._joint, self._run = joint, run
         self._early = split.form == "forward" and run.in_loss
-        self._graph = joint.graph
+        self._graph, self._replaced = joint.graph, replaced
         self._forward_outputs = forward_outputs
         self._place = {node: place for place, node in enumerate(self._graph.nodes)}
         self._backward = aot_metadata.backward_calls(self._graph)
@@ -279,9 +287,11 @@ class _Pieces:
             viewed = fake.storage_key(node.meta["val"])
             casts = [] if total.meta["val"].dtype == node.meta["val"].dtype else _casts(node)
             node.replace_all_uses_with(total, delete_user_cb=lambda user: user not in self._run.steps)
+            self._replaced[node] = total
             self._look_at(total, viewed)
             for cast in casts:
-                cast.replace_all_uses_with(cast.args[0])  # type: ignore[arg-type]
+                cast.replace_all_uses_with(wide := given(cast)[0])
+                self._replaced[cast] = wide
                 self._graph.erase_node(cast)
         return dropped
 
@@ -344,11 +354,13 @@ class _Pieces:
         start, end = self._bounds[number]
         for node in steps:
             step = self._run.steps[node]
+            operands = {self._replaced.get(n, n): rows for n, rows in step.operands.items()}
 
-            def take(n: Node, step: Piecewise = step) -> Node:
+            def take(n: Node, operands: Mapping[Node, Rows] = operands) -> Node:
+                n = self._replaced.get(n, n)
                 if n in made:
                     return made[n]
-                rows = step.operands.get(n)
+                rows = operands.get(n)
                 return self._outside(emit, n) if rows is None else self._sliced(emit, n, rows, number)
 
             args = map_arg(step.args(end - start), take)

@@ -195,6 +195,14 @@ def _sliced(node: Node, known: Known) -> Piecewise | None:
     return _in_rows(node, rows, lambda _n: (source, rows.dim(dim), *given(node)[2:]))
 
 
+def _sliced_backward(node: Node, known: Known) -> Piecewise | None:
+    source, sizes, dim = given(node)[:3]
+    rows, dim = known.rows[source], dim % len(sizes)
+    if rows.start <= dim < rows.end:
+        return None
+    return _in_rows(node, rows, lambda n: (source, rows.sizes(sizes, n), rows.dim(dim), *given(node)[3:]))
+
+
 # ---- element by element, and along other dimensions ----------------------------------------------------
 
 
@@ -427,6 +435,7 @@ _RULES: dict[Any, Rule] = {
     aten.squeeze.dim: _squeezed,
     aten.expand.default: _expanded,
     aten.slice.Tensor: _sliced,
+    aten.slice_backward.default: _sliced_backward,
     **dict.fromkeys(
         (aten._log_softmax.default, aten._softmax.default, aten._log_softmax_backward_data.default,
          aten._softmax_backward_data.default), _along_a_dimension
