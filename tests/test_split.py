@@ -545,8 +545,7 @@ def test_a_budget_that_is_too_small_says_that_pieces_would_help() -> None:
         ({"outputs": "held"}, "plan with outputs='dropped'"),
         ({"backend": "replay"}, "leave backend= out"),
         ({"split": "all"}, "expected one of"),
-        ({"in_flight": 2}, "a single process"),
-        ({"parallel": "ddp:2"}, "a single process"),
+        ({"in_flight": 2}, "processes that run the whole step"),
     ],
 )
 def test_what_cannot_be_split_says_what_to_do(given_options: dict[str, Any], message: str) -> None:

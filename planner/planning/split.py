@@ -199,7 +199,7 @@ def _what(prepared: Prepared) -> SplitRuns:
 def split_hint(prepared: Prepared) -> str:
     """The sentence to add where a budget is too small and pieces would help; empty where they would not."""
     options = prepared.options
-    if options.split != "none" or options.backend != "eager" or options.in_flight or options.parallel:
+    if options.split != "none" or options.backend != "eager" or options.in_flight:
         return ""
     held = prepared.problem.eager.peak_bytes
     for graph in prepared.captured.graphs:

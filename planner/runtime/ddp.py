@@ -131,8 +131,7 @@ def _warn_of_buckets(plan: PlanRecord, model: torch.nn.Module, wrapped: DDP | No
     if wrapped.gradient_as_bucket_view:
         options += ", gradient_as_bucket_view=True"
     remedy = f"plan with parallel=planner.DDP({options})"
-    split = any(graph.split for graph in plan.graphs)
-    if target.backend == "inductor" or target.in_flight is not None or target.parallel is not None or split:
+    if target.backend == "inductor" or target.in_flight is not None or target.parallel is not None:
         remedy = "leave as much room in the budget"  # none of these plans counts them
     warn(
         f"DistributedDataParallel has buckets of {format_bytes(bucket_bytes)}, as large as the gradients, "
