@@ -14,12 +14,12 @@ from planner.planning.make_plan import make_plan
 from planner.planning.options import (
     CaptureKeywords,
     PlanKeywords,
-    StepKeywords,
+    SplitKeywords,
     check_options,
     read_options,
     shows_options,
 )
-from planner.planning.solve import find_solver, infeasible, least_whole_step, plan_prepared
+from planner.planning.solve import find_solver, infeasible, least_whole_step, plan_prepared, swept_in_pieces
 from planner.planning.solve_many import solve_many
 from planner.prepared_step import PreparedStep
 from planner.problem.selection import select
@@ -148,7 +148,7 @@ def prepare(
     )
 
 
-@shows_options(StepKeywords)
+@shows_options(SplitKeywords)
 def sweep(
     model: torch.nn.Module,
     args: Inputs = (),
@@ -160,7 +160,7 @@ def sweep(
     keep: Sequence[str] = (),
     recompute: Sequence[str] = (),
     progress: Progress | None = None,
-    **options: Unpack[StepKeywords],
+    **options: Unpack[SplitKeywords],
 ) -> list[Plan]:
     """Plan for many budgets at once: what memory costs in time.
 
@@ -181,7 +181,7 @@ def sweep(
     """
     check_options(points=points, progress=progress)
     given = read_options(
-        "sweep", StepKeywords, options, time_limit=time_limit, keep=keep, recompute=recompute
+        "sweep", SplitKeywords, options, time_limit=time_limit, keep=keep, recompute=recompute
     )
     report = progress or no_report
     if isinstance(budgets, str | int | float):
@@ -203,6 +203,9 @@ def sweep(
         return select(graph, keep=keep, recompute=recompute, modules=dict(model.named_modules()))
 
     wanted = [prepared.budget(b) for b in budgets or ()]
+    if given.split != "none":
+        made = swept_in_pieces(prepared, wanted, points, lambda text, share: report(text, 0.4 + 0.6 * share))
+        return sorted(map(Plan.of, made), key=lambda p: -(p.target.budget_bytes or p.predicted.peak_bytes))
     end = time.perf_counter() + time_limit
     known = []
     if budgets is None:

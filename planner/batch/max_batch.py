@@ -18,7 +18,7 @@ from planner.batch.search import OVERHEADS, BatchSearch, MakeArguments, step
 from planner.errors import BudgetError
 from planner.planfile.budget import parse_budget
 from planner.planning.options import (
-    StepKeywords,
+    SplitKeywords,
     check_options,
     read_options,
     refuse_in_flight,
@@ -26,11 +26,15 @@ from planner.planning.options import (
 )
 from planner.planning.prepare import Prepared, prepare
 from planner.planning.solve import find_solver
+from planner.planning.split import in_pieces
 from planner.progress import Progress
 from planner.training_step.inputs import InputError, check_loss, check_model
 
+PIECES = 32
+"""In how many pieces a step of any batch is, with ``split=``: batches are alike then."""
 
-@shows_options(StepKeywords)
+
+@shows_options(SplitKeywords)
 def max_batch(
     model: torch.nn.Module,
     make_args: MakeArguments,
@@ -42,7 +46,7 @@ def max_batch(
     most: int = 1 << 20,
     time_limit: float = 60,
     progress: Progress | None = None,
-    **options: Unpack[StepKeywords],
+    **options: Unpack[SplitKeywords],
 ) -> MaxBatch:
     """Find the largest batch (sequence length, image size) whose step fits a budget, and plan it.
 
@@ -81,7 +85,7 @@ def max_batch(
         )
     check_model(model)
     check_options(max_overhead=max_overhead, start=start, most=most, progress=progress)
-    given = read_options("max_batch", StepKeywords, options, solver=solver, time_limit=time_limit)
+    given = read_options("max_batch", SplitKeywords, options, solver=solver, time_limit=time_limit)
     refuse_in_flight("max_batch", given)
     given = given.without_timing()
     check_loss(given.loss)
@@ -91,13 +95,14 @@ def max_batch(
     find_solver(solver)
 
     def capture(size: int, like: Prepared | None) -> Prepared:
-        return prepare(
+        prepared = prepare(
             model,
             replace(step(model, make_args, size, given.loss, given.outputs), training=given.training),
             given,
             progress=lambda text, _: search.tell(f"batch {size}: {text}"),
             like=like,
         )
+        return prepared if given.split == "none" else in_pieces(prepared, PIECES)
 
     search = BatchSearch(
         SizedSteps(capture),

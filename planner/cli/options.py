@@ -94,6 +94,7 @@ class SplitWhat(StrEnum):
 
     none = "none"
     loss = "loss"
+    auto = "auto"
 
 
 class Backend(StrEnum):
@@ -158,8 +159,8 @@ SplitName = Annotated[
     SplitWhat,
     typer.Option(
         "--split",
-        help="loss: compute what ends in the loss in pieces of rows, where that is better; gradients then "
-        "differ in the last bits. Takes --outputs dropped.",
+        help="loss: compute what ends in the loss in pieces of rows, where that is better; auto: and MLPs. "
+        "Gradients then differ in the last bits. Takes --outputs dropped.",
     ),
 ]
 Keep = Annotated[

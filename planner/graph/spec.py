@@ -7,22 +7,33 @@ from dataclasses import astuple, dataclass, field
 from typing import Literal, NamedTuple, Self
 
 from planner._torch.joint.memory_layout import MemoryLayout
-from planner.planfile.graph_record import GraphRecord
+from planner.planfile.graph_record import GraphRecord, SplitRecord
 
 SplitForm = Literal["forward", "backward"]
 """Where the gradients of pieces are computed, see :mod:`planner.graph.split.pieces`."""
+
+
+SplitRuns = Literal["loss", "auto"]
+"""Which runs are split: those that end in the loss, or those of MLPs too."""
 
 
 class Split(NamedTuple):
     """How row-wise runs are computed in pieces.
 
     Attributes:
-        form: Where their gradients are computed.
-        pieces: How many pieces.
+        form: Where the gradients of those that end in the loss are computed.
+        pieces: How many pieces, at most.
+        what: Which runs.
     """
 
     form: SplitForm
     pieces: int
+    what: SplitRuns = "loss"
+
+    @classmethod
+    def of(cls, record: SplitRecord) -> Self:
+        """What a plan stored."""
+        return cls(record.form, record.pieces, record.what)
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,7 @@ class GraphSpec:
                 layout.output: MemoryLayout(tuple(layout.dimensions), tuple(layout.inside), layout.step)
                 for layout in record.gradient_layouts
             },
-            None if record.split is None else Split(record.split.form, record.split.pieces),
+            None if record.split is None else Split.of(record.split),
         )
 
     @classmethod

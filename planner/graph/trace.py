@@ -18,7 +18,7 @@ from planner.graph.joint_graph import JointGraph, read_joint
 from planner.graph.joint_pass import AutocastContext, JointPass, TraceContext
 from planner.graph.passes.per_use_gradients import uses_of, with_inputs
 from planner.graph.spec import GraphSpec
-from planner.graph.split.pieces import split_joint
+from planner.graph.split.pieces import split_where_possible
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def trace_joint(
         dropped: Mapping[int, torch.Tensor] = {}
         if spec.split is not None:
             read_joint(joint, outputs)  # without dead code, as when it was planned
-            joint, _, dropped = split_joint(joint, outputs, spec.split)
+            joint, _, dropped = split_where_possible(joint, outputs, spec.split)
         reading = read_joint(joint, outputs)
         inputs, per_use = len(example_inputs), spec.per_use_inputs
         casts = context.cached_casts

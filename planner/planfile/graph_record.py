@@ -70,20 +70,23 @@ class GradientLayout(Record):
 
 
 class SplitRun(Record):
-    """What is computed in pieces: a run of operations that ends in the loss."""
+    """What is computed in pieces: a run of operations on rows."""
 
     module: Name = Field(description="name of the module whose product it begins with")
     rows: Annotated[int, Field(ge=1, le=2**63 - 1)] = Field(description="how many rows it has in all")
 
 
 class SplitRecord(Record):
-    """How a graph computes in pieces of rows what ends in the loss; `ops` are those with the pieces."""
+    """How a graph computes in pieces of rows; `ops` are those with the pieces."""
 
     form: Literal["forward", "backward"] = Field(
-        description="where the gradients of the pieces are computed: right behind each piece in the forward, "
-        "or in the backward"
+        description="where the gradients of pieces of what ends in the loss are computed: right behind each "
+        "piece in the forward, or in the backward"
     )
-    pieces: Annotated[int, Field(ge=2, le=_MOST_PIECES)] = Field(description="how many pieces")
+    pieces: Annotated[int, Field(ge=2, le=_MOST_PIECES)] = Field(description="how many pieces, at most")
+    what: Literal["loss", "auto"] = Field(
+        default="loss", description="whether MLPs are computed in pieces too: 'auto'"
+    )
     runs: Listed[SplitRun] = Field(min_length=1, max_length=MOST_OPS)
 
 

@@ -23,10 +23,10 @@ def check_backend(options: PlanOptions) -> None:
             f"split={options.split!r}: expected 'none' with backend={options.backend!r}; pieces are of "
             "graphs: leave backend= out"
         )
-    if options.split != "none" and (options.in_flight is not None or options.parallel is not None):
+    if options.split != "none" and options.in_flight is not None:
         raise OptionError(
-            f"split={options.split!r}: expected 'none' with in_flight= and parallel=: pieces are for a "
-            "single process that runs the whole step"
+            f"split={options.split!r}: expected 'none' with in_flight=: pieces are for processes that run "
+            "the whole step"
         )
     if options.backend != "inductor":
         if options.backend_options:

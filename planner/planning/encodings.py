@@ -16,6 +16,8 @@ from solvers.model.solution import Solution
 
 _LEAST_SHARE = 0.02
 """Results of ReLU that together take less of the unplanned step's memory are not worth solving again."""
+_LEAST_MASKS = 1 / 5000
+"""The same for masks, which cost less to pack: those of labels take some kilobytes."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,10 @@ def offered(prepared: Prepared, constraints: Constraints) -> PackedProblem | Non
         if insisted is not None:
             pinned |= insisted
     free = [p for p in prepared.packings if not pinned[p.value]]
-    if all(p.reader is not None for p in free):
-        sizes = (prepared.problem.graph.values[p.value].bytes for p in free)
-        if sum(sizes) < _LEAST_SHARE * prepared.problem.eager.peak_bytes:
-            return None
+    least = _LEAST_SHARE if all(p.reader is not None for p in free) else _LEAST_MASKS
+    sizes = (prepared.problem.graph.values[p.value].bytes for p in free)
+    if sum(sizes) < least * prepared.problem.eager.peak_bytes:
+        return None
     return packed(prepared.problem, free, if_unpacked=True) if free else None
 
 

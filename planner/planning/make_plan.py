@@ -341,7 +341,7 @@ def _split_record(graph: CapturedGraph) -> SplitRecord | None:
     if split is None:
         return None
     runs = [SplitRun(module=module, rows=rows) for module, rows in graph.split_runs]
-    return SplitRecord(form=split.form, pieces=split.pieces, runs=runs)
+    return SplitRecord(form=split.form, pieces=split.pieces, what=split.what, runs=runs)
 
 
 def _kept(problem: Problem, solution: Solution) -> dict[tuple[int, int], list[int]]:

@@ -1,7 +1,7 @@
 """From a captured step and a budget to a plan, by a solver."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,7 +22,7 @@ from planner.planning.encodings import (
 from planner.planning.make_plan import AS_WRITTEN, make_plan
 from planner.planning.prepare import Prepared
 from planner.planning.solve_for import solve_for
-from planner.planning.split import planned_in_pieces, split_hint
+from planner.planning.split import Forms, split_hint
 from planner.planning.within_budget import within_budget
 from planner.problem.selection import select
 from planner.progress import Progress, no_report, part_of
@@ -31,6 +31,7 @@ from solvers.effort import EFFORTS
 from solvers.model.arrays import Schedule
 from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph
+from solvers.model.schedule import simulate
 from solvers.model.solution import Solution, Status
 from solvers.model.solver import Solve
 from solvers.one_budget import first_bound
@@ -53,7 +54,51 @@ def plan_prepared(prepared: Prepared, budget: int | str, *, progress: Progress |
     wanted = prepared.budget(budget)
     if prepared.options.split == "none":
         return _planned(prepared, wanted, report)
-    return planned_in_pieces(prepared, wanted, room_bytes(wanted, prepared), _planned, report)
+    return Forms(prepared, _planned).planned(wanted, room_bytes(wanted, prepared), report)
+
+
+def swept_in_pieces(
+    prepared: Prepared, budgets: Sequence[Budget], points: int, progress: Progress
+) -> list[PlanRecord]:
+    """Plans for many budgets of a step in pieces; of two the one with the larger budget is never slower.
+
+    Args:
+        prepared: The step, in one piece.
+        budgets: The budgets; none for so many, evenly spaced from the step that recomputes nothing to the
+            least.
+        points: How many.
+        progress: Called with what is being done, and how much of it is done.
+
+    Raises:
+        InfeasibleBudget: No budget can be met.
+        CaptureError: There is nothing to split.
+    """
+    count = len(budgets) or points
+    options = replace(prepared.options, time_limit=prepared.options.time_limit / count)
+    prepared = replace(prepared, options=options)
+    forms, found, refused = Forms(prepared, _planned), list[PlanRecord](), list[InfeasibleBudget]()
+    wanted = list(budgets)
+    if not wanted:
+        found.append(forms.planned(prepared.budget("min"), None, no_report))
+        least, graph = found[0].predicted.dynamic_peak_bytes, prepared.problem.graph
+        more = simulate(graph, graph.base_schedule).peak_bytes - least
+        around = prepared.footprint.around(prepared.resident.total + least)
+        steps = [around + more * i // max(points - 1, 1) for i in range(1, points)]
+        wanted = [Budget(step, str(step), relative=True) for step in dict.fromkeys(steps)]
+    rooms = [room_bytes(budget, prepared) for budget in wanted]
+    ascending = sorted(zip(wanted, rooms, strict=True), key=lambda each: each[1] or -1)
+    for n, (budget, room) in enumerate(ascending):
+        try:
+            made = forms.planned(budget, room, part_of(progress, n / count, (n + 1) / count))
+        except InfeasibleBudget as error:
+            refused.append(error)
+            continue
+        if found and found[-1].predicted.seconds < made.predicted.seconds:
+            made = found[-1].model_copy(update={"target": made.target})
+        found.append(made)
+    if not found:
+        raise refused[0]
+    return found
 
 
 def _planned(prepared: Prepared, wanted: Budget, report: Progress) -> PlanRecord:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from planner._torch.joint import aot_metadata
 from planner.capture.captured_step import CapturedGraph
@@ -9,7 +10,7 @@ from planner.costs.cuda_scratch import cuda_scratch
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.errors import CaptureError, InfeasibleBudget
 from planner.graph.joint_graph import read_joint
-from planner.graph.spec import Split, SplitForm
+from planner.graph.spec import Split, SplitRuns
 from planner.graph.split.pieces import NothingToSplit, split_joint, splittable
 from planner.planfile.budget import Budget, format_bytes
 from planner.planfile.plan import PlanRecord
@@ -17,13 +18,21 @@ from planner.planning.prepare import Prepared
 from planner.problem.build import build_problem
 from planner.problem.encodings import find_packings
 from planner.progress import Progress, part_of
+from solvers.least import floor_bytes
 from solvers.model.schedule import simulate
+from solvers.one_budget import first_bound
 
 LEAST_ROWS = 128
 """Of a piece, where there are more: products of fewer rows take longer for each."""
 
 _TIMED_SECONDS = 5.0
 """How long the operations of pieces are timed, where those of the step are."""
+
+_HARDLY = 1 / 50
+"""Of the unplanned step's peak: to save less, "min" does not take a slower plan."""
+
+_LITTLE = 1 / 100
+"""Of that peak: pieces whose results take less are not divided further."""
 
 _MUCH = 1 / 20
 """Of the peak: smaller results are not worth pieces."""
@@ -32,98 +41,172 @@ _SLOWER = 1.02
 """By how much a plan in the form "forward" is slower than the step for the other form to be looked at."""
 
 
-def planned_in_pieces(
-    prepared: Prepared,
-    wanted: Budget,
-    room: int | None,
-    plan: Callable[[Prepared, Budget, Progress], PlanRecord],
-    progress: Progress,
-) -> PlanRecord:
-    """The best plan of a step in pieces, in one form or the other; where all fits as it is, one in one piece.
+Plan = Callable[[Prepared, Budget, Progress], PlanRecord]
+"""Plans a step for a budget."""
+
+
+class Forms:
+    """The forms of a step: in pieces, each made once, and whole.
 
     Args:
         prepared: The step, in one piece.
-        wanted, room: The budget, and what of it is for forward and backward; None for the least.
         plan: Plans a step.
-        progress: Called with what is being done, and how much of it is done.
-
-    Raises:
-        CaptureError: There is nothing to split.
-        InfeasibleBudget: No plan fits.
     """
-    problem = prepared.problem
-    whole = simulate(problem.graph, problem.graph.base_schedule)
-    if room is not None and whole.peak_bytes <= room:
-        return plan(prepared, wanted, progress)
-    enough, most = _pieces(prepared)
-    if isinstance(prepared.costs, MeasuredCosts):
-        prepared.costs.allow(_TIMED_SECONDS)
-    tried: list[tuple[SplitForm, int]] = [("forward", most), ("backward", most)]
-    if room is not None and enough < most:
-        tried.insert(0, ("forward", enough))
-    best: PlanRecord | None = None
-    refused: list[InfeasibleBudget] = []
-    impossible: CaptureError | None = None
-    for number, (form, pieces) in enumerate(tried):
-        if best is not None and room is not None and not _is_slow(best):
-            break
-        try:
-            split = _split(prepared, Split(form, pieces))
-            made = plan(split, wanted, part_of(progress, number / len(tried), (number + 1) / len(tried)))
-        except InfeasibleBudget as error:
-            refused.append(error)
-            continue
-        except CaptureError as error:
-            impossible = error
-            continue
-        if best is None or _rank(made, room) < _rank(best, room):
-            best = made
-    if best is not None:
-        return best
-    if refused:
+
+    def __init__(self, prepared: Prepared, plan: Plan) -> None:
+        self._prepared, self._plan = prepared, plan
+        self._made = dict[Split, Prepared | CaptureError]()
+
+    def planned(self, wanted: Budget, room: int | None, progress: Progress) -> PlanRecord:
+        """The best plan, in one form or another; where all fits as it is, one in one piece.
+
+        Args:
+            wanted, room: The budget, and what of it is for forward and backward; None for the least.
+            progress: Called with what is being done, and how much of it is done.
+
+        Raises:
+            CaptureError: There is nothing to split.
+            InfeasibleBudget: No plan fits.
+        """
+        graph = self._prepared.problem.graph
+        if room is not None and simulate(graph, graph.base_schedule).peak_bytes <= room:
+            return self._plan(self._prepared, wanted, progress)
+        if isinstance(self._prepared.costs, MeasuredCosts) and not self._made:
+            self._prepared.costs.allow(_TIMED_SECONDS)
+        if room is None:
+            return self._least(wanted, progress)
+        return self._best(wanted, progress, self._splits)
+
+    @cached_property
+    def _splits(self) -> list[Split | None]:
+        """How to split, the fastest first; None is not at all."""
+        enough, most, in_loss = _pieces(self._prepared)
+        what = _what(self._prepared)
+        splits: list[Split | None] = []
+        if in_loss:
+            splits += dict.fromkeys([Split("forward", enough), Split("forward", most)])
+            splits.append(Split("backward", most))
+        if what == "auto" and in_loss:
+            splits.append(Split("forward", most, what))
+        if what == "auto" or not in_loss:
+            splits.append(Split("backward", most, what))
+        return [*splits, None]
+
+    def _best(self, wanted: Budget, progress: Progress, tried: Sequence[Split | None]) -> PlanRecord:
+        """The fastest plan for a budget in bytes, of some forms."""
+        found, refused = list[PlanRecord](), list[InfeasibleBudget]()
+        for number, split in enumerate(tried):
+            step = self._step(split)
+            if step is None or (found and _undercut(step, wanted, found)):
+                continue
+            share = part_of(progress, number / len(tried), (number + 1) / len(tried))
+            try:
+                found.append(self._plan(step, wanted, share))
+            except InfeasibleBudget as error:
+                refused.append(error)
+            if found and not _is_slow(found[-1]):
+                break
+        if found:
+            return min(found, key=lambda made: (made.predicted.seconds, made.predicted.dynamic_peak_bytes))
         raise min(refused, key=lambda error: error.minimum_bytes)
-    assert impossible is not None
-    raise impossible
+
+    def _least(self, wanted: Budget, progress: Progress) -> PlanRecord:
+        """The fastest plan whose peak is hardly more than the least: than what no plan undercuts, or, where
+        none is found there, than the least that is found."""
+        prepared = self._prepared
+        hardly = int(prepared.problem.eager.peak_bytes * _HARDLY)
+        most = max((split.pieces for split in self._splits if split is not None), default=0)
+        tried = [split for split in self._splits if split is None or split.pieces == most]
+        steps = {split: step for split in tried if (step := self._step(split)) is not None}
+        around = prepared.footprint.around(prepared.resident.total)
+        floors = {split: around + floor_bytes(step.problem.graph) for split, step in steps.items()}
+        left = prepared.footprint.whole_step(0, prepared.problem.final_bytes).total_bytes
+        enough = max(left, min(floors.values()))
+        made: PlanRecord | None = None
+        for share in (part_of(progress, 0.0, 0.5), part_of(progress, 0.5, 1.0)):
+            budget = Budget(enough + hardly, wanted.text, relative=True)
+            near = [split for split in steps if floors[split] <= enough + hardly]
+            try:
+                made = self._best(budget, share, near)
+                break
+            except InfeasibleBudget as error:
+                enough = error.minimum_bytes
+        assert made is not None
+        if wanted.max_overhead is not None and made.overhead > wanted.max_overhead:
+            plans = [self._plan(step, wanted, progress) for step in steps.values()]
+            return min(plans, key=lambda plan: plan.predicted.dynamic_peak_bytes)
+        asked = {"budget_bytes": wanted.bytes, "budget_text": wanted.text}
+        return made.model_copy(update={"target": made.target.model_copy(update=asked)})
+
+    def _step(self, split: Split | None) -> Prepared | None:
+        """The step in a form; None where that is not possible.
+
+        Raises:
+            CaptureError: No split is.
+        """
+        if split is None:
+            made = list(self._made.values())
+            if made and all(isinstance(step, CaptureError) for step in made):
+                assert isinstance(made[-1], CaptureError)
+                raise made[-1]
+            return self._prepared
+        if split not in self._made:
+            try:
+                self._made[split] = _split(self._prepared, split)
+            except CaptureError as error:
+                self._made[split] = error
+        step = self._made[split]
+        return None if isinstance(step, CaptureError) else step
 
 
-def _rank(plan: PlanRecord, room: int | None) -> tuple[float, float]:
-    peak, seconds = plan.predicted.dynamic_peak_bytes, plan.predicted.seconds
-    return (peak, seconds) if room is None else (seconds, peak)
+def _undercut(step: Prepared, wanted: Budget, found: Sequence[PlanRecord]) -> bool:
+    """Whether no plan of a step is faster than those that are found."""
+    assert wanted.bytes is not None
+    room = step.footprint.room_bytes(wanted.bytes)
+    bound = first_bound(step.problem.graph, room, step.options.time_limit)
+    return bound.seconds >= min(made.predicted.seconds for made in found)
 
 
 def _is_slow(plan: PlanRecord) -> bool:
     return plan.predicted.seconds > plan.no_recompute.seconds * _SLOWER
 
 
-def _pieces(prepared: Prepared) -> tuple[int, int]:
-    """How many pieces are so small that the step hardly takes more for them, and how many at most."""
-    enough = most = 2
+def _pieces(prepared: Prepared) -> tuple[int, int, bool]:
+    """How many pieces are so small that the step hardly takes more for them, how many at most, and whether
+    anything ends in the loss."""
+    enough, most, in_loss = 2, 2, False
     for graph in prepared.captured.graphs:
         if graph.joint is None:
             continue
         try:
-            runs = splittable(graph.joint.module, graph.joint.forward_outputs)[1]
+            runs = splittable(graph.joint.module, graph.joint.forward_outputs, _what(prepared))[1]
         except NothingToSplit:
             continue
         for run in runs:
-            while run.rows >= 2 * most * LEAST_ROWS:
+            little = prepared.problem.eager.peak_bytes * _LITTLE
+            while run.rows >= 2 * most * LEAST_ROWS and run.bytes > most * little:
                 most *= 2
             while enough < most and run.bytes > enough * prepared.problem.final_bytes // 2:
                 enough *= 2
-    return enough, most
+            in_loss |= run.in_loss
+    return enough, most, in_loss
+
+
+def _what(prepared: Prepared) -> SplitRuns:
+    return "auto" if prepared.options.split == "auto" else "loss"
 
 
 def split_hint(prepared: Prepared) -> str:
     """The sentence to add where a budget is too small and pieces would help; empty where they would not."""
     options = prepared.options
-    if options.split != "none" or options.backend != "eager" or options.in_flight or options.parallel:
+    if options.split != "none" or options.backend != "eager" or options.in_flight:
         return ""
     held = prepared.problem.eager.peak_bytes
     for graph in prepared.captured.graphs:
         if graph.joint is None:
             continue
         try:
-            _, runs = splittable(graph.joint.module, graph.joint.forward_outputs)
+            _, runs = splittable(graph.joint.module, graph.joint.forward_outputs, "loss")
         except NothingToSplit:
             continue
         largest = max(runs, key=lambda run: run.bytes)
@@ -135,16 +218,39 @@ def split_hint(prepared: Prepared) -> str:
     return ""
 
 
+def in_pieces(prepared: Prepared, pieces: int) -> Prepared:
+    """A step that is captured in one piece, in so many, with gradients in the forward where that is possible.
+
+    Raises:
+        CaptureError: There is nothing to split.
+    """
+    split = Split("forward", pieces, _what(prepared))
+    try:
+        return _split(prepared, split)
+    except NothingToSplit:
+        raise
+    except CaptureError:
+        return _split(prepared, split._replace(form="backward"))
+
+
 def split_as(plan: PlanRecord, prepared: Prepared) -> Prepared:
     """A step that is captured in one piece, in the pieces of a plan."""
-    splits = {Split(graph.split.form, graph.split.pieces) for graph in plan.graphs if graph.split is not None}
-    return _split(prepared, min(splits)) if splits else prepared
+    splits = {Split.of(graph.split) for graph in plan.graphs if graph.split is not None}
+    if not splits:
+        return prepared
+    split = min(splits)
+    try:
+        return _split(prepared, split)
+    except NothingToSplit:
+        return prepared
+    except CaptureError:
+        return _split(prepared, split._replace(form="backward"))
 
 
 def _split(prepared: Prepared, split: Split) -> Prepared:
     graphs, why = (
         list[CapturedGraph](),
-        CaptureError("split='loss': no graph is captured. Plan with split='none'"),
+        CaptureError(f"split='{split.what}': no graph is captured. Plan with split='none'"),
     )
     for graph in prepared.captured.graphs:
         try:
@@ -189,7 +295,7 @@ def _split_graph(prepared: Prepared, graph: CapturedGraph, split: Split) -> Capt
     reading = read_joint(made, joint.forward_outputs)
     copied = {p for p, old in zip(reading.primals, joint.primals, strict=True) if old in joint.to_copy}
     reading.to_copy = frozenset(copied)
-    rows = tuple((module, run.rows) for run in runs for module in run.modules)
+    rows = tuple(dict.fromkeys((module, run.rows) for run in runs for module in run.modules))
     return replace(graph, joint=reading, spec=replace(graph.spec, split=split), split_runs=rows)
 
 
@@ -197,9 +303,10 @@ def _note(graphs: Sequence[CapturedGraph], split: Split) -> str:
     runs = [
         f"{module or 'the module'} ({rows:,} rows)" for graph in graphs for module, rows in graph.split_runs
     ]
-    how = "gradients with each piece in the forward" if split.form == "forward" else "in the backward again"
+    how = "the loss's with each piece in the forward" if split.form == "forward" else "in the backward again"
+    what = "the loss is" if split.what == "loss" else "the loss and MLPs are"
     return (
-        f"the loss is computed in {split.pieces} pieces of what begins at {', '.join(dict.fromkeys(runs))}, "
-        f"{how}: gradients are as near to the true ones as without a plan, and not equal in the last bits; "
-        "what is computed there is not returned whole"
+        f"{what} computed in {split.pieces} pieces of what begins at {', '.join(dict.fromkeys(runs))}, "
+        f"gradients {how}: they are as near to the true ones as without a plan, and not equal in the "
+        "last bits; what is computed there is not returned whole"
     )

@@ -271,8 +271,10 @@ def _module_label(row: ModuleRow) -> Text:
 
 def _in_pieces(plan: PlanRecord) -> str:
     splits = [graph.split for graph in plan.graphs if graph.split is not None]
+    most = "at most " if splits[0].what == "auto" else ""
     of = [f"{s.pieces} of {run.rows:,} rows at {run.module or 'the root'}" for s in splits for run in s.runs]
-    return f"{', '.join(of)}; gradients in the {splits[0].form}, not equal in the last bits"
+    more = f" and {len(of) - 3} more" if len(of) > 3 else ""
+    return f"{most}{', '.join(of[:3])}{more}; gradients in the {splits[0].form}, not equal in the last bits"
 
 
 def _in_flight(plan: PlanRecord) -> str:

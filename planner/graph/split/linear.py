@@ -23,6 +23,7 @@ _FIRST = frozenset(
         *(aten.div.Tensor, aten.div.Scalar, aten.neg.default, aten._to_copy.default, aten.clone.default),
         *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default),
         *(aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor),
+        aten.slice_backward.default,
         *(aten.alias.default, aten.detach.default, aten.sum.dim_IntList, aten.sum.default),
         *(aten.mean.dim, aten.mean.default, aten.gather.default, aten.nll_loss_backward.default),
         *(aten._log_softmax_backward_data.default, aten._softmax_backward_data.default),

@@ -22,9 +22,9 @@ from planner._torch.joint import aot_metadata
 from planner._torch.joint.graph_modules import graph_module
 from planner.errors import CaptureError
 from planner.graph.dying_operands import RUNS_ONCE
-from planner.graph.spec import Split
+from planner.graph.spec import Split, SplitRuns
 from planner.graph.split.linear import is_linear
-from planner.graph.split.rules import Piecewise, Rows, shape_of
+from planner.graph.split.rules import Piecewise, Rows, given, shape_of
 from planner.graph.split.runs import Run, find_runs
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ _ALL_AT_ONCE = (
 
 
 class NothingToSplit(CaptureError):
-    """A graph has no run that ends in the loss."""
+    """A graph has no run that can be split."""
 
 
 class SplitGraph(NamedTuple):
@@ -78,14 +78,30 @@ def split_joint(joint: GraphModule, forward_outputs: int, split: Split) -> Split
     Raises:
         CaptureError: It has no run, or none that can be split in this form.
     """
-    copied, runs = splittable(joint, forward_outputs)
+    copied, runs = splittable(joint, forward_outputs, split.what)
     dropped: dict[int, torch.Tensor] = {}
+    replaced: dict[Node, Node] = {}
     for run in runs:
-        dropped |= _Pieces(copied, run, split, forward_outputs).run()
+        dropped |= _Pieces(copied, run, split, forward_outputs, replaced).run()
     return SplitGraph(copied, runs, dropped)
 
 
-def splittable(joint: GraphModule, forward_outputs: int) -> tuple[GraphModule, list[Run]]:
+def split_where_possible(joint: GraphModule, forward_outputs: int, split: Split) -> SplitGraph:
+    """The same for a step of other rows or other precision than the planned one: in the form "backward" where
+    "forward" is not possible, and whole where nothing has several rows.
+
+    Args:
+        joint, forward_outputs, split: As for :func:`split_joint`.
+    """
+    try:
+        return split_joint(joint, forward_outputs, split)
+    except NothingToSplit:
+        return SplitGraph(joint, [], {})
+    except CaptureError:
+        return split_joint(joint, forward_outputs, split._replace(form="backward"))
+
+
+def splittable(joint: GraphModule, forward_outputs: int, what: SplitRuns) -> tuple[GraphModule, list[Run]]:
     """A copy of a joint graph, and its runs.
 
     Raises:
@@ -93,10 +109,11 @@ def splittable(joint: GraphModule, forward_outputs: int) -> tuple[GraphModule, l
     """
     copied = _copied(joint)
     _divide_means(copied)
-    runs, why = find_runs(copied, forward_outputs)
+    runs, why = find_runs(copied, forward_outputs, what)
     if not runs:
+        of = "nothing" if what == "loss" else "no MLP, and nothing"
         raise NothingToSplit(
-            f"split='loss': nothing that ends in the loss can be computed in pieces of rows: {why}. Plan "
+            f"split='{what}': {of} that ends in the loss can be computed in pieces of rows: {why}. Plan "
             "with split='none'"
         )
     return copied, runs
@@ -195,11 +212,19 @@ def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
 
 
 class _Pieces:
-    """One run of a graph, put into pieces."""
+    """One run of a graph, put into pieces; ``replaced`` has what stands for results of runs before it."""
 
-    def __init__(self, joint: GraphModule, run: Run, split: Split, forward_outputs: int) -> None:
-        self._joint, self._run, self._split = joint, run, split
-        self._graph = joint.graph
+    def __init__(
+        self,
+        joint: GraphModule,
+        run: Run,
+        split: Split,
+        forward_outputs: int,
+        replaced: dict[Node, Node],
+    ) -> None:
+        self._joint, self._run = joint, run
+        self._early = split.form == "forward" and run.in_loss
+        self._graph, self._replaced = joint.graph, replaced
         self._forward_outputs = forward_outputs
         self._place = {node: place for place, node in enumerate(self._graph.nodes)}
         self._backward = aot_metadata.backward_calls(self._graph)
@@ -214,14 +239,15 @@ class _Pieces:
         self._partial: dict[Node, Node] = {}  # sums over the rows of the pieces so far
         self._rows_of: dict[tuple[Node, Rows, int], Node] = {}
         self._hoisted: dict[Node, Node] = {}
-        count, pieces = run.rows, min(split.pieces, run.rows)
+        pieces = split.pieces if run.in_loss else min(split.pieces, run.enough_pieces)
+        count, pieces = run.rows, min(pieces, run.rows)
         size = -(-count // pieces)
         self._bounds = [(start, min(start + size, count)) for start in range(0, count, size)]
 
     def run(self) -> dict[int, torch.Tensor]:
         """Split; returns the results of the forward that are no longer there, by position."""
         forward, backward = self._halves
-        early = self._split.form == "forward"
+        early = self._early
         gradient = self._one_gradient() if early else None
         read = forward if gradient is None else [*forward, *backward]
         emit = _Emitter(
@@ -261,9 +287,11 @@ class _Pieces:
             viewed = fake.storage_key(node.meta["val"])
             casts = [] if total.meta["val"].dtype == node.meta["val"].dtype else _casts(node)
             node.replace_all_uses_with(total, delete_user_cb=lambda user: user not in self._run.steps)
+            self._replaced[node] = total
             self._look_at(total, viewed)
             for cast in casts:
-                cast.replace_all_uses_with(cast.args[0])  # type: ignore[arg-type]
+                cast.replace_all_uses_with(wide := given(cast)[0])
+                self._replaced[cast] = wide
                 self._graph.erase_node(cast)
         return dropped
 
@@ -326,11 +354,13 @@ class _Pieces:
         start, end = self._bounds[number]
         for node in steps:
             step = self._run.steps[node]
+            operands = {self._replaced.get(n, n): rows for n, rows in step.operands.items()}
 
-            def take(n: Node, step: Piecewise = step) -> Node:
+            def take(n: Node, operands: Mapping[Node, Rows] = operands) -> Node:
+                n = self._replaced.get(n, n)
                 if n in made:
                     return made[n]
-                rows = step.operands.get(n)
+                rows = operands.get(n)
                 return self._outside(emit, n) if rows is None else self._sliced(emit, n, rows, number)
 
             args = map_arg(step.args(end - start), take)

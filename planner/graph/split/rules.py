@@ -195,6 +195,14 @@ def _sliced(node: Node, known: Known) -> Piecewise | None:
     return _in_rows(node, rows, lambda _n: (source, rows.dim(dim), *given(node)[2:]))
 
 
+def _sliced_backward(node: Node, known: Known) -> Piecewise | None:
+    source, sizes, dim = given(node)[:3]
+    rows, dim = known.rows[source], dim % len(sizes)
+    if rows.start <= dim < rows.end:
+        return None
+    return _in_rows(node, rows, lambda n: (source, rows.sizes(sizes, n), rows.dim(dim), *given(node)[3:]))
+
+
 # ---- element by element, and along other dimensions ----------------------------------------------------
 
 
@@ -323,6 +331,8 @@ def computed_for(node: Node, rows: Rows) -> Piecewise | None:
         return None
     if target in _GATHERED:
         return _gathered_of(node, rows)
+    if target is aten.mm.default:
+        return begin(node) if rows == Rows(0, 1) else None
     if target is aten.expand.default:
         made = _pointwise_of(node, rows)
         return made and replace(made, args=in_shape(source))
@@ -356,6 +366,15 @@ def _product(node: Node, known: Known) -> Piecewise | None:
         found = Rows(0, 1) if rows[1] is None else Rows(1, 2)
         return Piecewise("product", found, _as_they_are(node), node.target)
     return None
+
+
+def _product_and_bias(node: Node, known: Known) -> Piecewise | None:
+    bias, first, second = given(node)
+    if known.rows.get(first) != Rows(0, 1) or bias in known.rows or second in known.rows:
+        return None
+    if len(shape_of(bias)) != 1:
+        return None
+    return Piecewise("product", Rows(0, 1), _as_they_are(node), node.target, kwargs=node.kwargs)
 
 
 # ---- negative log likelihood, whose means are sums that are divided, see `pieces.py` ---------------------
@@ -416,6 +435,7 @@ _RULES: dict[Any, Rule] = {
     aten.squeeze.dim: _squeezed,
     aten.expand.default: _expanded,
     aten.slice.Tensor: _sliced,
+    aten.slice_backward.default: _sliced_backward,
     **dict.fromkeys(
         (aten._log_softmax.default, aten._softmax.default, aten._log_softmax_backward_data.default,
          aten._softmax_backward_data.default), _along_a_dimension
@@ -426,6 +446,7 @@ _RULES: dict[Any, Rule] = {
     ),
     **dict.fromkeys(_GATHERED, _gathered),
     aten.mm.default: _product,
+    aten.addmm.default: _product_and_bias,
     aten.nll_loss_forward.default: _nll,
     operator.getitem: _one_of_several,
     aten.nll_loss_backward.default: _nll_backward,

@@ -1,10 +1,11 @@
-"""Finding what of a joint graph can be computed in pieces: row-wise runs that end in the loss.
+"""Finding what of a joint graph can be computed in pieces: row-wise runs.
 
 A run begins with products of rows and a weight, as of hidden states and the weight of a language model's
 head. Everything that is computed of these, forward and backward, is computed row by row, until it ends: in
 sums over the rows (the loss, gradients of weights), or in rows that another product with a weight makes (the
-gradient of the hidden states). No run reaches as far as another product of the forward: then that begins the
-run.
+gradient of the hidden states). No run that ends in the loss reaches as far as another product of the forward:
+then that begins the run. A run that ends in products of the forward is an MLP: it begins with products whose
+results are larger than what they read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,18 @@ from torch.fx import GraphModule, Node
 from planner._torch.joint import aot_metadata
 from planner._torch.module_paths import module_of
 from planner._torch.operators import uses_generator
-from planner.graph.split.rules import Known, Piecewise, begin, computed_for, piecewise, product_of_rows
+from planner.graph.spec import SplitRuns
+from planner.graph.split.rules import (
+    Known,
+    Piecewise,
+    aten,
+    begin,
+    computed_for,
+    given,
+    piecewise,
+    product_of_rows,
+    shape_of,
+)
 
 
 @dataclass(frozen=True)
@@ -27,12 +39,14 @@ class Run:
         steps: How each of its operations is computed for some rows, in the order of the graph.
         begins: The products that it begins with.
         outputs: The results of its rows that the forward returns.
+        in_loss: Whether it ends in the loss; an MLP does not.
     """
 
     rows: int
     steps: Mapping[Node, Piecewise]
     begins: tuple[Node, ...]
     outputs: tuple[Node, ...]
+    in_loss: bool
 
     @property
     def modules(self) -> list[str]:
@@ -45,38 +59,78 @@ class Run:
         values = (n.meta["val"] for n, step in self.steps.items() if step.kind == "rows")
         return int(max(v.numel() * v.element_size() for v in values))
 
+    @property
+    def enough_pieces(self) -> int:
+        """In how many pieces its values are as small as the rows that it begins with."""
+        return max(-(-shape_of(node)[1] // _columns_read(node)) for node in self.begins)
+
 
 class _NoRunError(Exception):
     """What begins with a product is no run."""
 
 
-def find_runs(joint: GraphModule, forward_outputs: int) -> tuple[list[Run], str]:
-    """The runs of a joint graph that end in the loss.
+def _columns_read(product: Node) -> int:
+    return shape_of(given(product)[-1])[0]
+
+
+def find_runs(joint: GraphModule, forward_outputs: int, what: SplitRuns) -> tuple[list[Run], str]:
+    """The runs of a joint graph.
 
     Args:
         joint: The graph.
         forward_outputs: How many of its outputs belong to the forward.
+        what: Which runs.
 
     Returns:
         The runs, and why the last product of rows begins none, where there is no run.
     """
-    nodes = list(joint.graph.nodes)
-    backward = aot_metadata.backward_calls(joint.graph)
-    results = list(joint.graph.output_node().args[0])  # type: ignore[arg-type]
-    returned = {n for n in results[:forward_outputs] if isinstance(n, Node)}
-    gradients = {n for n in results[forward_outputs:] if isinstance(n, Node)}
+    graph = _Graph.of(joint, forward_outputs)
+    products = [
+        (node, known.size)
+        for node in graph.nodes
+        if (known := product_of_rows(node)) is not None and node not in graph.backward
+    ]
+    found, why = _runs(graph, products, [], in_loss=True)
+    if what == "auto":
+        larger = [(n, rows) for n, rows in products if shape_of(n)[1] > _columns_read(n)]
+        found += _runs(graph, larger, found, in_loss=False)[0]
+    return found, why
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A joint graph: its nodes, those of the backward, what it returns, and which gradients."""
+
+    nodes: Sequence[Node]
+    backward: set[Node]
+    returned: set[Node]
+    gradients: set[Node]
+
+    @staticmethod
+    def of(joint: GraphModule, forward_outputs: int) -> "_Graph":
+        results = list(joint.graph.output_node().args[0])  # type: ignore[arg-type]
+        return _Graph(
+            list(joint.graph.nodes),
+            aot_metadata.backward_calls(joint.graph),
+            {n for n in results[:forward_outputs] if isinstance(n, Node)},
+            {n for n in results[forward_outputs:] if isinstance(n, Node)},
+        )
+
+
+def _runs(
+    graph: _Graph, products: Sequence[tuple[Node, int]], others: Sequence[Run], *, in_loss: bool
+) -> tuple[list[Run], str]:
+    """The runs that begin with products and touch no others, and why the last product begins none."""
     found, why = list[Run](), "it has no product of rows and a weight"
-    for node in nodes:
-        known = product_of_rows(node)
-        if known is None or node in backward:
-            continue
+    for node, rows in products:
         try:
-            run = _run_of(nodes, (node,), known.size, backward, returned, gradients)
+            run = _run_of(graph, (node,), rows, in_loss=in_loss)
             while (other := _overlapping(found, run)) is not None:
-                begins = tuple(n for n in nodes if n in (*other.begins, *run.begins))
-                run = _run_of(nodes, begins, known.size, backward, returned, gradients)
+                begins = tuple(n for n in graph.nodes if n in (*other.begins, *run.begins))
+                run = _run_of(graph, begins, rows, in_loss=in_loss)
                 found.remove(other)
-            found.append(run)
+            if _overlapping(others, run) is None:
+                found.append(run)
         except _NoRunError as error:
             why = str(error)
     return found, why
@@ -86,14 +140,8 @@ def _overlapping(runs: Sequence[Run], run: Run) -> Run | None:
     return next((r for r in runs if not r.steps.keys().isdisjoint(run.steps)), None)
 
 
-def _run_of(
-    nodes: Sequence[Node],
-    begins: tuple[Node, ...],
-    count: int,
-    backward: set[Node],
-    returned: set[Node],
-    gradients: set[Node],
-) -> Run:
+def _run_of(graph: _Graph, begins: tuple[Node, ...], count: int, *, in_loss: bool) -> Run:
+    nodes, backward = graph.nodes, graph.backward
     steps = {node: begin(node) for node in begins}
     within = set(begins)
     rows = {node: step.rows for node, step in steps.items() if step.rows is not None}
@@ -105,19 +153,21 @@ def _run_of(
         where = f"{node.target} of {module_of(node) or 'the model'}"
         if step is None:
             raise _NoRunError(f"{where} needs all rows of {_shown(begins)} at once")
-        if step.kind == "product" and node not in backward:
+        if in_loss and step.kind == "product" and node not in backward:
             raise _NoRunError(f"{where} is another product of the rows of {_shown(begins)}")
         steps[node] = step
         if step.kind in ("rows", "several"):
             within.add(node)
             if step.rows is not None:
                 rows[node] = step.rows
-    _take_in(steps, min(n.meta["val"].numel() for n in begins))
-    outputs = tuple(node for node in steps if node in returned and node in within)
-    if within & gradients:
+    _take_in(steps, min(n.meta["val"].numel() for n in begins), products=not in_loss)
+    outputs = tuple(node for node in steps if node in graph.returned and node in within)
+    if within & graph.gradients:
         raise _NoRunError(f"the rows of {_shown(begins)} are a gradient that the step leaves")
-    sums = [n for n, s in steps.items() if s.kind in ("sum", "mean")]
-    if not any(n not in backward and n.meta["val"].is_floating_point() for n in sums):
+    ends = [n for n, s in steps.items() if s.kind in (("sum", "mean") if in_loss else ("product",))]
+    if not in_loss and (outputs or _reads_its_ends(graph, steps)):
+        raise _NoRunError(f"what is computed of the rows of {_shown(begins)} is read with its rows")
+    if not any(n not in backward and n.meta["val"].is_floating_point() for n in ends):
         raise _NoRunError(
             f"no loss is computed of the rows of {_shown(begins)} in the forward (where that is outside of "
             "the module, plan the function that computes it, with planner.step)"
@@ -125,16 +175,29 @@ def _run_of(
     if not any(node in backward for node in steps):
         raise _NoRunError(f"no gradient is computed of the rows of {_shown(begins)}")
     place = {node: i for i, node in enumerate(nodes)}
-    return Run(count, {n: steps[n] for n in sorted(steps, key=place.__getitem__)}, begins, outputs)
+    return Run(count, {n: steps[n] for n in sorted(steps, key=place.__getitem__)}, begins, outputs, in_loss)
 
 
-def _take_in(steps: dict[Node, Piecewise], many: int) -> None:
+def _reads_its_ends(graph: _Graph, steps: Mapping[Node, Piecewise]) -> bool:
+    """Whether in one half of the step a run reads what is computed of its own sums or products there."""
+    for half in (steps.keys() - graph.backward, steps.keys() & graph.backward):
+        reached = {n for n in half if steps[n].kind not in ("rows", "several")}
+        for node in graph.nodes:
+            if not reached.isdisjoint(node.all_input_nodes):
+                if node in half:
+                    return True
+                reached.add(node)
+    return False
+
+
+def _take_in(steps: dict[Node, Piecewise], many: int, *, products: bool) -> None:
     """Let a run compute what nothing but the run reads, and of which it reads rows: what has as many elements
     as its products, and gradients, which begin as the loss's one gradient for every row.
 
     Args:
         steps: The run.
         many: How many elements its smallest first product has.
+        products: Whether it may compute products too, as of an MLP's gradient and a weight.
     """
     tried = set[Node]()
     while True:
@@ -145,7 +208,8 @@ def _take_in(steps: dict[Node, Piecewise], many: int) -> None:
         for node in waiting:
             tried.add(node)
             large = node.meta["val"].numel() >= many or node.meta.get("partitioner_tag") == "is_backward"
-            if node.op == "call_function" and large and not uses_generator(node.target):
+            product = node.target is aten.mm.default and not products
+            if node.op == "call_function" and large and not product and not uses_generator(node.target):
                 made = computed_for(node, found[node])
                 if made is not None:
                     steps[node] = made
