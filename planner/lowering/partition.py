@@ -18,14 +18,16 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from planner._torch import fake
+from planner._torch.execution.host_place import HostPlace
 from planner._torch.joint import aot_metadata
 from planner._torch.joint.graph_modules import graph_module
 from planner._torch.tensors import strided_copy
 from planner.errors import CaptureError
 from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.overwritten import InputReads, alias
-from planner.graph.replay.packed import PACKED, read_sizes
+from planner.graph.replay.packed import PACKED, bits_of, is_packable, read_sizes
 from planner.graph.replay_rule import ReplayRule
+from planner.graph.sent import sent_node
 from planner.graph.signs import emit_masked, gradient_of, relu_before, save_signs, signs_of
 
 Role = Literal["forward", "backward"]
@@ -56,7 +58,12 @@ class Partition:
 
 
 def partition(
-    joint: JointGraph, backward: Sequence[int], *, copying: bool = False, packed: Collection[int] = ()
+    joint: JointGraph,
+    backward: Sequence[int],
+    *,
+    copying: bool = False,
+    packed: Collection[int] = (),
+    host: HostPlace | None = None,
 ) -> Partition:
     """Emit the graphs that run a schedule.
 
@@ -67,14 +74,16 @@ def partition(
         copying: Re-runs read copies of ``joint.to_copy``.
         packed: Operations, by index. A forward operation among them leaves its mask as bits, and its re-run
             unpacks them. A backward operation among them is ReLU's, and reads its signs from bits.
+        host: Where what is packed is kept, masks as bits and other results as they are; None for masks alone,
+            on the device.
 
     Raises:
         CaptureError: If the backward needs an input that the step overwrites.
     """
-    masks = frozenset(joint.ops[index] for index in packed if index < joint.forward_length)
-    read_sizes(joint.graph, [op.node for op in masks])
+    kept = frozenset(joint.ops[index] for index in packed if index < joint.forward_length)
+    read_sizes(joint.graph, [op.node for op in kept if is_packable(op.node)])
     signs = {joint.ops[i]: relu for i in packed if (relu := relu_before(joint, joint.ops[i])) is not None}
-    body = _Backward(joint, joint.to_copy if copying else frozenset(), masks, signs)
+    body = _Backward(joint, joint.to_copy if copying else frozenset(), kept, signs, host)
     for index in backward:
         body.run(joint.ops[index])
     body.finish()
@@ -107,9 +116,11 @@ class _Backward:
         to_copy: Collection[Node],
         packed: Collection[JointOp],
         signs: Mapping[JointOp, JointOp],
+        host: HostPlace | None,
     ) -> None:
         self.joint, self._to_copy, self.packed = joint, to_copy, packed
-        self._relu_of, self.signs = signs, frozenset(signs.values())
+        self._relu_of, self.signs, self.host = signs, frozenset(signs.values()), host
+        self.sent = {} if host is None else {op: _sent(joint, op) for op in packed}
         self.reads = InputReads(joint)
         self.taken: dict[tuple[Node, bool], Node] = {}  # of an input, or of its copy
         self.read: set[Node] = set()  # inputs, by the backward's own operations
@@ -138,6 +149,9 @@ class _Backward:
                 if self.joint.is_size(user) and user.all_input_nodes == [op.node]:
                     self._size(user)
             return
+        if op in self.sent:
+            self._fetch(op, self.sent[op])
+            return
         node = self._again(op)
         node.meta = {**op.node.meta, "val": self.rule(op).values_again(op.node)}
         for storage in op.allocates if op in self.packed else op.allocates_again:
@@ -153,6 +167,19 @@ class _Backward:
         self.states[relu] = signs = self._placeholder(f"{relu.node.name}_signs", None)
         signs.meta["val"] = torch.empty(fake.storage_bytes(signs_of(relu)), dtype=torch.uint8, device="meta")
         return emit_masked(self.graph, op, self.node(gradient_of(op)), signs)
+
+    def _fetch(self, op: JointOp, sent: Node) -> None:
+        assert self.host is not None
+        if op not in self.states:
+            self.states[op] = kept = self._placeholder(f"{sent.name}_on_host", None)
+            kept.meta["val"] = torch.empty(0, dtype=torch.uint8)
+        node = self.graph.call_function(self.host.fetch, (self.states[op],))
+        if is_packable(sent):
+            node.meta["val"] = bits_of(sent.meta["val"])
+            node = PACKED.emit_again(self.graph, sent, self._node_again, node)
+        node.meta = dict(sent.meta)
+        self._version[self.joint.storage_of[sent]] += 1
+        self._current[sent] = (self._versions(sent), node)
 
     def _again(self, op: JointOp) -> Node:
         state = self.rule(op).state(op.node)
@@ -281,6 +308,7 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
     sizes = _sizes_after(joint, body.backward_nodes, body.sizes)
     for size in sizes.get(-1, ()):
         node(size)
+    sent_after = {joint.op_of.get(sent, op.index): op for op, sent in body.sent.items()}
     for op in joint.ops[: joint.forward_length]:
         if op in body.states and op not in body.packed and op not in body.signs:
             state_of[op] = op.rule.save_state(graph, op.node)
@@ -289,7 +317,9 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
             if (primal, True) in body.taken:
                 taken_as[primal, True] = _taken(graph, env[primal], strided_copy)
         node(op.node)
-        if op in body.states and op in body.packed:
+        if (sender := sent_after.get(op.index)) in body.states:
+            state_of[sender] = _send(graph, body, body.sent[sender], node)
+        elif op in body.states and op in body.packed and op not in body.sent:
             state_of[op] = PACKED.save_state(graph, node(op.node))
         if op in body.signs:
             state_of[op] = save_signs(graph, op, node(op.node))
@@ -307,6 +337,25 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
     tensors = [*body.states.values(), *body.taken.values(), *(body.saved[n] for n in saved)]
     _order_placeholders(body, [*body.sizes.values(), *tensors])
     return graph_module(joint.module, graph), tuple(saved)
+
+
+def _sent(joint: JointGraph, op: JointOp) -> Node:
+    node = sent_node(joint, op)
+    if node is None:
+        raise CaptureError(
+            f"the plan keeps the result of {op.name} on the host, where it cannot be: plan again"
+        )
+    return node
+
+
+def _send(graph: FxGraph, body: _Backward, sent: Node, take: Callable[[Node], Node]) -> Node:
+    assert body.host is not None
+    value = take(sent)
+    if is_packable(sent):
+        value = PACKED.save_state(graph, value)
+    kept = graph.call_function(body.host.send, (value,))
+    kept.meta["val"] = torch.empty(0, dtype=torch.uint8)
+    return kept
 
 
 def _unchecked(joint: JointGraph, saved: Iterable[Node]) -> set[Node]:

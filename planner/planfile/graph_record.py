@@ -99,7 +99,8 @@ class Program(Record):
         default=[],
         max_length=MOST_OPS,
         description="ids of forward operations whose masks the forward keeps as bits, eight to a byte; where "
-        "`backward` names them, these are unpacked. And ids of ReLU's backwards: each reads the signs of its "
+        "`backward` names them, these are unpacked. With `target.offload` what these operations make is kept "
+        "on the host, and fetched there. And ids of ReLU's backwards: each reads the signs of its "
         "result, which the forward keeps as bits",
     )
     kept: Listed[Index] = Field(

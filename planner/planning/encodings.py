@@ -1,18 +1,23 @@
-"""Choosing which masks are kept as bits: the better of the schedules without and with packing."""
+"""Choosing which masks are kept as bits, and what is kept on the host: the best of the schedules without and
+with packing."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from planner.planfile.schema import BoundCovers
+from planner.planning.backends import host_budget_bytes
 from planner.planning.prepare import Prepared
 from planner.problem.build import Problem
-from planner.problem.encodings import PackedProblem, packed
+from planner.problem.encodings import PackedProblem, Packing, packed
+from planner.problem.offload import within_host_budget
 from solvers.model.arrays import Schedule
 from solvers.model.constraints import Constraints
+from solvers.model.graph import Graph
 from solvers.model.schedule import simulate
-from solvers.model.solution import Solution
+from solvers.model.solution import Solution, Status
 
 _LEAST_SHARE = 0.02
 """Results of ReLU that together take less of the unplanned step's memory are not worth solving again."""
@@ -33,37 +38,54 @@ class Solved:
     bound_covers: BoundCovers = "every schedule"
 
 
-def offered(prepared: Prepared, constraints: Constraints) -> PackedProblem | None:
-    """The problem in which every mask may be kept as bits, and the signs of every result of ReLU; None where
+def offers(prepared: Prepared, constraints: Constraints) -> list[PackedProblem]:
+    """The problem in which every mask may be kept as bits, and the signs of every result of ReLU; none where
     there is none to offer it for.
+
+    With ``offload`` two: that in which results may be sent that are fetched in less time than they are made
+    again, and that in which all may be. A result that may be sent is not made again.
 
     With micro-batches in flight masks are kept as they are, or drawn again. So are those that users insist to
     keep or to recompute, and checkpointing by hand decides on everything.
     """
     options = prepared.options
-    if options.encodings == "none" or options.solver == "manual" or options.in_flight is not None:
-        return None
+    offload = options.offload != "none"
+    if (options.encodings == "none" and not offload) or options.solver == "manual" or options.in_flight:
+        return []
     pinned = np.zeros(len(prepared.problem.graph.values), dtype=bool)
     for insisted in (constraints.keep, constraints.recompute):
         if insisted is not None:
             pinned |= insisted
     free = [p for p in prepared.packings if not pinned[p.value]]
+    if offload:
+        within = host_budget_bytes(options)
+        cheap = [p for p in free if _is_worth_sending(prepared.problem.graph, p)]
+        sets = [within_host_budget(some, within) for some in (cheap, free)]
+        return [
+            packed(prepared.problem, some, if_unpacked=True) for some in sets[sets[0] == sets[1] :] if some
+        ]
     if all(p.reader is not None for p in free):
         sizes = (prepared.problem.graph.values[p.value].bytes for p in free)
         if sum(sizes) < _LEAST_SHARE * prepared.problem.eager.peak_bytes:
-            return None
-    return packed(prepared.problem, free, if_unpacked=True) if free else None
+            return []
+    return [packed(prepared.problem, free, if_unpacked=True)] if free else []
+
+
+def _is_worth_sending(graph: Graph, packing: Packing) -> bool:
+    op = graph.ops[packing.row]
+    again = graph.ops[graph.rerun(packing.row)].seconds if op.recomputable else math.inf
+    return packing.pack_seconds + packing.unpack_seconds < again
 
 
 def followed(without: Problem, offer: PackedProblem, solution: Solution) -> Solved:
     """A solution of the problem in which masks may be packed, with those packed that it unpacks."""
     problem, schedule = _followed(without, offer, solution.schedule)
     timeline = simulate(problem.graph, schedule)
-    return Solved(
-        replace(solution, schedule=schedule, peak_bytes=timeline.peak_bytes, seconds=timeline.seconds),
-        problem,
-        "schedules that pack masks",
-    )
+    solution = replace(solution, schedule=schedule, peak_bytes=timeline.peak_bytes, seconds=timeline.seconds)
+    if any(packing.host_bytes for packing in offer.packings):  # what may be sent could be made again as well
+        status = Status.FEASIBLE if solution.feasible else solution.status
+        return Solved(replace(solution, bound_seconds=None, status=status), problem)
+    return Solved(solution, problem, "schedules that pack masks")
 
 
 def total_bytes(prepared: Prepared, offer: PackedProblem | None = None) -> Callable[[Schedule], int]:
@@ -92,6 +114,15 @@ def _followed(without: Problem, offer: PackedProblem, schedule: Schedule) -> tup
     used = offer.unpacked_in(schedule)
     made = packed(without, used)
     return made.problem if used else without, made.follow(offer, schedule)
+
+
+def sends_nothing(prepared: Prepared) -> BoundCovers:
+    """Which schedules a bound of the problem without packing holds for, where there is another problem."""
+    return (
+        "schedules that pack no masks"
+        if prepared.options.offload == "none"
+        else "schedules that send nothing"
+    )
 
 
 def keeps_everything(solved: Solved) -> bool:

@@ -90,6 +90,7 @@ def make_plan(
     timeline = simulate(graph, solution.schedule)
     peak_bytes, step_bytes = timeline.peak_bytes, timeline.step_bytes
     whole = replace(prepared, problem=problem).whole_step(solution.schedule)
+    whole = whole.model_copy(update={"host_bytes": problem.host_bytes})
     budget_bytes = budget.bytes
     if budget_bytes is not None and budget.relative:
         budget_bytes += whole.fragmentation_bytes
@@ -170,6 +171,7 @@ def make_plan(
             in_flight=prepared.step.in_flight,
             backend=prepared.options.backend,
             backend_options=dict(prepared.options.backend_options),
+            offload=prepared.options.offload,
         ),
         solver=SolverRecord(
             name=solution.solver,

@@ -16,7 +16,8 @@ from planner.planning.encodings import (
     fits,
     followed,
     keeps_everything,
-    offered,
+    offers,
+    sends_nothing,
     total_bytes,
 )
 from planner.planning.make_plan import AS_WRITTEN, make_plan
@@ -24,6 +25,7 @@ from planner.planning.prepare import Prepared
 from planner.planning.solve_for import solve_for
 from planner.planning.split import planned_in_pieces, split_hint
 from planner.planning.within_budget import within_budget
+from planner.problem.encodings import PackedProblem
 from planner.problem.selection import select
 from planner.progress import Progress, no_report, part_of
 from solvers import portfolio
@@ -112,7 +114,7 @@ def _solved(
     where its bound proves that it has nothing better.
     """
     options, problem = prepared.options, prepared.problem
-    offer = offered(prepared, constraints)
+    offered = offers(prepared, constraints)
 
     def solve(
         graph: Graph,
@@ -141,15 +143,15 @@ def _solved(
         total = total_bytes(prepared)
         solution = reserving_no_more(prepared, solution, wanted, again, total, time_limit=options.time_limit)
         solved = Solved(solution, problem)
-        if offer is None or keeps_everything(solved):
+        if not offered or keeps_everything(solved):
             return solved
-        return replace(solved, bound_covers="schedules that pack no masks")
+        return replace(solved, bound_covers=sends_nothing(prepared))
 
-    if offer is None:
+    if not offered:
         return without(part_of(report, 0.0, 0.93))
-    masks = offer.problem.graph
 
-    def packing(progress: Progress, rival: float = math.inf) -> Solved:
+    def packing(offer: PackedProblem, progress: Progress, rival: float = math.inf) -> Solved:
+        masks = offer.problem.graph
         given = _constraints(prepared, masks)
         again = partial(solve, masks, given, progress, rival)
         limit = options.time_limit / 2
@@ -157,26 +159,29 @@ def _solved(
         solution = reserving_no_more(prepared, again(room, limit), wanted, again, total, time_limit=limit)
         return followed(problem, offer, solution)
 
-    ways = [_Way(problem.graph, without), _Way(masks, packing)]
+    ways = [_Way(problem.graph, without)]
+    ways += [_Way(offer.problem.graph, partial(packing, offer)) for offer in offered]
     if room is not None and options.solver == portfolio.NAME:
         bounds = [first_bound(way.graph, room, options.time_limit) for way in ways]
         ways = [replace(way, bound=bound) for way, bound in zip(ways, bounds, strict=True)]
         ways.sort(key=lambda way: way.bound.seconds)  # without masks first where both are the same
-    first, second = ways
-    solved = first.solve(part_of(report, 0.0, 0.46), math.inf)
-    if first.solve is without and keeps_everything(solved):
-        return solved
-    rival = math.inf
-    if room is not None and fits(solved, room):
-        settings = EFFORTS[options.effort]
-        enough = solved.solution.seconds - settings.other_form * problem.graph.base_seconds
-        bound = second.bound
-        if bound.seconds < enough:
-            bound = tightened(second.graph, room, bound, settings.small_program_seconds / 4)
-        if bound.seconds >= enough:
+    share = 0.93 / len(ways)
+    solved = ways[0].solve(part_of(report, 0.0, share), math.inf)
+    for number, way in enumerate(ways[1:], 1):
+        if solved.problem is problem and keeps_everything(solved):
             return solved
-        rival = solved.solution.seconds
-    return better(solved, second.solve(part_of(report, 0.46, 0.93), rival), room)
+        rival = math.inf
+        if room is not None and fits(solved, room):
+            settings = EFFORTS[options.effort]
+            enough = solved.solution.seconds - settings.other_form * problem.graph.base_seconds
+            bound = way.bound
+            if bound.seconds < enough:
+                bound = tightened(way.graph, room, bound, settings.small_program_seconds / 4)
+            if bound.seconds >= enough:
+                continue
+            rival = solved.solution.seconds
+        solved = better(solved, way.solve(part_of(report, number * share, (number + 1) * share), rival), room)
+    return solved
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ class Problem:
         eager: Timeline of the step without a plan.
         final_bytes: Bytes that a step leaves, whatever its schedule: gradients and outputs.
         packed: The operations whose masks the forward packs, see :mod:`planner.problem.encodings`.
+        host_bytes: What it keeps on the host, all of it when the backward begins.
     """
 
     graph: Graph
@@ -52,6 +53,7 @@ class Problem:
     eager: EagerTimeline
     final_bytes: int
     packed: frozenset[Source] = frozenset()
+    host_bytes: int = 0
 
     def backward_sequences(self, captured: CapturedStep, schedule: Schedule) -> list[list[list[int]]]:
         """The backward of every captured graph under a schedule: for each execution its operations, in order.

@@ -51,6 +51,7 @@ class Packing:
         unpack_seconds, unpack_workspace_bytes: Costs of unpacking; for signs, of the backward.
         reader: For signs, the base row of that backward; None for a mask.
         written: The base row that writes the mask last, if it is another one than ``row``.
+        host_bytes: What it takes of the host's memory, see :mod:`planner.problem.offload`.
     """
 
     row: BaseOp
@@ -62,6 +63,7 @@ class Packing:
     unpack_workspace_bytes: int
     reader: BaseOp | None = None
     written: BaseOp | None = None
+    host_bytes: int = 0
 
 
 @collector_off()
@@ -230,7 +232,7 @@ def packed(problem: Problem, packings: Iterable[Packing], *, if_unpacked: bool =
         if form == "run":
             again = None if op.replay is None else row_of.get(("run", op.replay))
             replay = row_of.get(("unpack", row), again) if row in masks else again
-            op = replace(op, replay=replay)
+            op = replace(op, replay=replay, recomputable=op.recomputable or row in masks)
             reads = readers.get(base_op(row)) if row < graph.base_length else None
             ops.append(op if reads is None else _reading(op, reads, bits, unpacked, if_unpacked))
             continue
@@ -277,6 +279,7 @@ def packed(problem: Problem, packings: Iterable[Packing], *, if_unpacked: bool =
         graph=Graph(tuple(ops), tuple(values), base_length),
         sources=sources,
         packed=frozenset(problem.sources[p.row if p.reader is None else p.reader] for p in chosen.values()),
+        host_bytes=sum(p.host_bytes for p in chosen.values()),
     )
     return PackedProblem(made, tuple(chosen.values()), forms)
 

@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from planner._torch import autograd, fake, module_paths, versions
+from planner._torch.execution.host_place import HostPlace
 from planner._torch.joint import aot_metadata
 from planner.compiled.graph_hook import GraphHook
 from planner.errors import InputsChanged
@@ -27,10 +28,17 @@ class ReadAgain(GraphHook):
     Args:
         plan: The plan.
         graph, example_inputs: The captured forward, and the inputs that it was captured with.
+        host: Where results are kept that the plan sends.
     """
 
-    def __init__(self, plan: PlanRecord, graph: GraphModule, example_inputs: Sequence[Any]) -> None:
-        self._plan, self._graph = plan, graph
+    def __init__(
+        self,
+        plan: PlanRecord,
+        graph: GraphModule,
+        example_inputs: Sequence[Any],
+        host: HostPlace | None = None,
+    ) -> None:
+        self._plan, self._graph, self._host = plan, graph, host
         # Not the inputs themselves: the hook would hold the first batch for good.
         self._parameters = [isinstance(x, torch.nn.Parameter) for x in example_inputs]
         self._positions: list[int] = []  # of the inputs that only re-runs read
@@ -44,7 +52,7 @@ class ReadAgain(GraphHook):
         """The graphs of a schedule, see :func:`planner.lowering.partition.partition`."""
         joint.to_copy = to_copy(joint, self._parameters)
         copying = self._plan.target.inputs == "overwritten"
-        halves = partition(joint, backward, copying=copying, packed=packed)
+        halves = partition(joint, backward, copying=copying, packed=packed, host=self._host)
         positions = map(aot_metadata.input_position, halves.read_again)
         count = len(self._graph.graph.find_nodes(op="placeholder"))
         self._positions = sorted(p for p in positions if p is not None and p < count)
