@@ -22,8 +22,8 @@ from planner.training_step.step import Step
 from planner.version import __version__
 
 _NOT_RECORDED = (
-    "solver", "effort", "encodings", "host_budget", "time_limit", "keep", "recompute", "checkpoints", "regions",
-    "attention", "costs", "loss", "split",
+    "solver", "effort", "encodings", "host_budget", "time_limit", "keep", "recompute", "checkpoints",
+    "regions", "attention", "costs", "loss", "split",
 )  # fmt: skip
 """Options that no other field of a plan records."""
 
