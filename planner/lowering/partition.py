@@ -64,6 +64,7 @@ def partition(
     copying: bool = False,
     packed: Collection[int] = (),
     host: HostPlace | None = None,
+    completed: Mapping[int, int] | None = None,
 ) -> Partition:
     """Emit the graphs that run a schedule.
 
@@ -76,6 +77,8 @@ def partition(
             unpacks them. A backward operation among them is ReLU's, and reads its signs from bits.
         host: Where what is packed is kept, masks as bits and other results as they are; None for masks alone,
             on the device.
+        completed: For operations whose result is sent, the one behind which that must be complete, if it is
+            another than the last that writes it.
 
     Raises:
         CaptureError: If the backward needs an input that the step overwrites.
@@ -87,7 +90,7 @@ def partition(
     for index in backward:
         body.run(joint.ops[index])
     body.finish()
-    forward, saved = _forward(joint, body)
+    forward, saved = _forward(joint, body, completed or {})
     read_again = tuple(p for p in body.read_again if p not in body.read)
     return Partition(forward, graph_module(joint.module, body.graph), saved, read_again)
 
@@ -133,6 +136,7 @@ class _Backward:
         self._steps = 0  # number of re-runs so far
         self._version = [0] * len(joint.storage_bytes)
         self._current: dict[Node, tuple[tuple[int, ...], Node]] = {}
+        self._fetching: dict[Node, Node] = {}
         self.backward_nodes = _backward_nodes(joint)
         self._early_sizes = _sizes_of_forward(joint, self.backward_nodes)
         self._mutated = {joint.primals[i] for i in joint.mutated if i < len(joint.primals)}
@@ -170,16 +174,30 @@ class _Backward:
 
     def _fetch(self, op: JointOp, sent: Node) -> None:
         assert self.host is not None
+        self._wait_for(sent)
         if op not in self.states:
             self.states[op] = kept = self._placeholder(f"{sent.name}_on_host", None)
             kept.meta["val"] = torch.empty(0, dtype=torch.uint8)
         node = self.graph.call_function(self.host.fetch, (self.states[op],))
         if is_packable(sent):
             node.meta["val"] = bits_of(sent.meta["val"])
-            node = PACKED.emit_again(self.graph, sent, self._node_again, node)
+            node = PACKED.emit_again(self.graph, sent, self._node_again, self._fetched(node))
+        else:
+            self._fetching[sent] = node
         node.meta = dict(sent.meta)
         self._version[self.joint.storage_of[sent]] += 1
         self._current[sent] = (self._versions(sent), node)
+
+    def _wait_for(self, sent: Node) -> None:
+        if sent in self._fetching:
+            node = self._fetched(self._fetching.pop(sent))
+            self._current[sent] = (self._versions(sent), node)
+
+    def _fetched(self, node: Node) -> Node:
+        assert self.host is not None
+        fetched = self.graph.call_function(self.host.fetched, (node,))
+        fetched.meta = dict(node.meta)
+        return fetched
 
     def _again(self, op: JointOp) -> Node:
         state = self.rule(op).state(op.node)
@@ -206,6 +224,7 @@ class _Backward:
             inputs = self.reads.of(original)
             self.read.update(inputs)
             return self._save(original) if inputs in ((), (original,)) else self._view(original, False)
+        self._wait_for(original)  # of those that read it the first waits
         current = self._current.get(original)
         if current is not None and current[0] == versions:
             return current[1]
@@ -246,6 +265,8 @@ class _Backward:
 
     def finish(self) -> None:
         """Emit the outputs."""
+        for sent in list(self._fetching):
+            self._wait_for(sent)
         self.graph.output(map_arg(list(self.joint.outputs[1]), self.node))
 
     def _size(self, original: Node) -> Node:
@@ -282,7 +303,9 @@ class _Backward:
         return tuple(self._version[s] for s in storages)
 
 
-def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Node, ...]]:
+def _forward(
+    joint: JointGraph, body: _Backward, completed: Mapping[int, int]
+) -> tuple[GraphModule, tuple[Node, ...]]:
     graph = FxGraph()
     env: dict[Node, Node] = {}
     for primal in joint.primals:
@@ -308,7 +331,9 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
     sizes = _sizes_after(joint, body.backward_nodes, body.sizes)
     for size in sizes.get(-1, ()):
         node(size)
-    sent_after = {joint.op_of.get(sent, op.index): op for op, sent in body.sent.items()}
+    host = body.host
+    sending = {joint.op_of.get(sent, op.index): op for op, sent in body.sent.items() if op in body.states}
+    completing: dict[int, list[tuple[JointOp, HostPlace, Node, Node]]] = {}
     for op in joint.ops[: joint.forward_length]:
         if op in body.states and op not in body.packed and op not in body.signs:
             state_of[op] = op.rule.save_state(graph, op.node)
@@ -317,9 +342,13 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
             if (primal, True) in body.taken:
                 taken_as[primal, True] = _taken(graph, env[primal], strided_copy)
         node(op.node)
-        if (sender := sent_after.get(op.index)) in body.states:
-            state_of[sender] = _send(graph, body, body.sent[sender], node)
-        elif op in body.states and op in body.packed and op not in body.sent:
+        if host is not None and (sender := sending.get(op.index)) is not None:
+            value, kept = _send(graph, host, body.sent[sender], node)
+            last = max(completed.get(sender.index, op.index), op.index)
+            completing.setdefault(last, []).append((sender, host, kept, value))
+        for sender, place, kept, value in completing.get(op.index, ()):
+            state_of[sender] = _on_host(graph, place.sent, kept, value)
+        if op in body.states and op in body.packed and op not in body.sent:
             state_of[op] = PACKED.save_state(graph, node(op.node))
         if op in body.signs:
             state_of[op] = save_signs(graph, op, node(op.node))
@@ -348,12 +377,16 @@ def _sent(joint: JointGraph, op: JointOp) -> Node:
     return node
 
 
-def _send(graph: FxGraph, body: _Backward, sent: Node, take: Callable[[Node], Node]) -> Node:
-    assert body.host is not None
+def _send(graph: FxGraph, host: HostPlace, sent: Node, take: Callable[[Node], Node]) -> tuple[Node, Node]:
+    """Begin to send a result: what is sent, and the copy that is not complete."""
     value = take(sent)
     if is_packable(sent):
         value = PACKED.save_state(graph, value)
-    kept = graph.call_function(body.host.send, (value,))
+    return value, _on_host(graph, host.send, value)
+
+
+def _on_host(graph: FxGraph, function: Callable[..., Any], *args: Node) -> Node:
+    kept = graph.call_function(function, args)
     kept.meta["val"] = torch.empty(0, dtype=torch.uint8)
     return kept
 

@@ -1,8 +1,7 @@
 """Choosing which masks are kept as bits, and what is kept on the host: the best of the schedules without and
 with packing."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,15 +11,19 @@ from planner.planning.backends import host_budget_bytes
 from planner.planning.prepare import Prepared
 from planner.problem.build import Problem
 from planner.problem.encodings import PackedProblem, Packing, packed
-from planner.problem.offload import within_host_budget
+from planner.problem.link import overlapped
+from planner.problem.offload import beside_compute, within_host_budget
 from solvers.model.arrays import Schedule
 from solvers.model.constraints import Constraints
-from solvers.model.graph import Graph
 from solvers.model.schedule import simulate
 from solvers.model.solution import Solution, Status
 
 _LEAST_SHARE = 0.02
 """Results of ReLU that together take less of the unplanned step's memory are not worth solving again."""
+
+_BESIDE = 0.02
+"""Share of a transfer's time that counts where the link carries it while the step computes: of schedules that
+take as long, the one that sends less is taken."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,9 @@ def offers(prepared: Prepared, constraints: Constraints) -> list[PackedProblem]:
     """The problem in which every mask may be kept as bits, and the signs of every result of ReLU; none where
     there is none to offer it for.
 
-    With ``offload`` two: that in which results may be sent that are fetched in less time than they are made
-    again, and that in which all may be. A result that may be sent is not made again.
+    With ``offload`` two: that in which results may be sent that take longest to make again for their bytes,
+    as many as the link carries while the step computes; and that in which all may be, and compute waits for
+    the link. A result that may be sent is not made again.
 
     With micro-batches in flight masks are kept as they are, or drawn again. So are those that users insist to
     keep or to recompute, and checkpointing by hand decides on everything.
@@ -58,12 +62,9 @@ def offers(prepared: Prepared, constraints: Constraints) -> list[PackedProblem]:
             pinned |= insisted
     free = [p for p in prepared.packings if not pinned[p.value]]
     if offload:
-        within = host_budget_bytes(options)
-        cheap = [p for p in free if _is_worth_sending(prepared.problem.graph, p)]
-        sets = [within_host_budget(some, within) for some in (cheap, free)]
-        return [
-            packed(prepared.problem, some, if_unpacked=True) for some in sets[sets[0] == sets[1] :] if some
-        ]
+        free = within_host_budget(free, host_budget_bytes(options))
+        ways = [_priced(beside_compute(prepared.problem.graph, free), _BESIDE), _priced(free, 1.0)]
+        return [packed(prepared.problem, some, if_unpacked=True) for some in ways if some]
     if all(p.reader is not None for p in free):
         sizes = (prepared.problem.graph.values[p.value].bytes for p in free)
         if sum(sizes) < _LEAST_SHARE * prepared.problem.eager.peak_bytes:
@@ -71,15 +72,21 @@ def offers(prepared: Prepared, constraints: Constraints) -> list[PackedProblem]:
     return [packed(prepared.problem, free, if_unpacked=True)] if free else []
 
 
-def _is_worth_sending(graph: Graph, packing: Packing) -> bool:
-    op = graph.ops[packing.row]
-    again = graph.ops[graph.rerun(packing.row)].seconds if op.recomputable else math.inf
-    return packing.pack_seconds + packing.unpack_seconds < again
+def _priced(packings: Iterable[Packing], price: float) -> list[Packing]:
+    """Packings that count a share of the time that the link takes."""
+    return [
+        replace(
+            p,
+            pack_seconds=p.pack_seconds + price * p.send_seconds,
+            unpack_seconds=p.unpack_seconds + price * p.fetch_seconds,
+        )
+        for p in packings
+    ]
 
 
-def followed(without: Problem, offer: PackedProblem, solution: Solution) -> Solved:
+def followed(prepared: Prepared, offer: PackedProblem, solution: Solution) -> Solved:
     """A solution of the problem in which masks may be packed, with those packed that it unpacks."""
-    problem, schedule = _followed(without, offer, solution.schedule)
+    problem, schedule = _followed(prepared.problem, prepared.packings, offer, solution.schedule)
     timeline = simulate(problem.graph, schedule)
     solution = replace(solution, schedule=schedule, peak_bytes=timeline.peak_bytes, seconds=timeline.seconds)
     if any(packing.host_bytes for packing in offer.packings):  # what may be sent could be made again as well
@@ -103,17 +110,22 @@ def total_bytes(prepared: Prepared, offer: PackedProblem | None = None) -> Calla
         if key not in known:
             problem = prepared.problem
             if offer is not None:
-                problem, schedule = _followed(problem, offer, schedule)
+                problem, schedule = _followed(problem, prepared.packings, offer, schedule)
             known[key] = replace(prepared, problem=problem).whole_step(schedule).total_bytes
         return known[key]
 
     return total
 
 
-def _followed(without: Problem, offer: PackedProblem, schedule: Schedule) -> tuple[Problem, Schedule]:
-    used = offer.unpacked_in(schedule)
-    made = packed(without, used)
-    return made.problem if used else without, made.follow(offer, schedule)
+def _followed(
+    without: Problem, packings: Iterable[Packing], offer: PackedProblem, schedule: Schedule
+) -> tuple[Problem, Schedule]:
+    used = {packing.row for packing in offer.unpacked_in(schedule)}
+    made = packed(without, [packing for packing in packings if packing.row in used])
+    followed = made.follow(offer, schedule)
+    if any(packing.host_bytes for packing in made.packings):
+        return overlapped(without, made, followed)
+    return made.problem if used else without, followed
 
 
 def sends_nothing(prepared: Prepared) -> BoundCovers:

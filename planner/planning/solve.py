@@ -157,7 +157,7 @@ def _solved(
         limit = options.time_limit / 2
         total = total_bytes(prepared, offer)
         solution = reserving_no_more(prepared, again(room, limit), wanted, again, total, time_limit=limit)
-        return followed(problem, offer, solution)
+        return followed(prepared, offer, solution)
 
     ways = [_Way(problem.graph, without)]
     ways += [_Way(offer.problem.graph, partial(packing, offer)) for offer in offered]

@@ -72,7 +72,7 @@ def solve_many(
         answers = _solutions(prepared, offer, budgets, given, (), time_limit / 2, report)
         for i, answer in zip(more, answers, strict=True):
             room = room_bytes(wanted[i], prepared)
-            plain[i] = better(plain[i], followed(prepared.problem, offer, answer), room)
+            plain[i] = better(plain[i], followed(prepared, offer, answer), room)
     return _monotone(plain, [room_bytes(budget, prepared) for budget in wanted])
 
 

@@ -2,20 +2,21 @@
 
 One that is sent takes no byte of the device until it is fetched, so it is packed into none, see
 :mod:`planner.problem.encodings`: a row right behind its last writer sends it, and where it would run again it
-is fetched. So what cannot be made again may be fetched too. Compute waits for both.
+is fetched. So what cannot be made again may be fetched too. :mod:`planner.problem.link` says when.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from planner._torch import fake
 from planner.capture.captured_step import CapturedStep
-from planner.costs.devices import Device
+from planner.costs.devices import Device, round_bytes
 from planner.graph.joint_graph import JointGraph
 from planner.graph.sent import sent_node
 from planner.problem.build import Problem
 from planner.problem.encodings import Packing
-from solvers.model.graph import Phase
+from solvers.model.graph import Graph, Phase
 from solvers.model.indices import BaseOp, numbered
 
 LEAST_BYTES = 64 << 10
@@ -45,15 +46,21 @@ def find_sendable(
         value = graph.ops[base].outputs[position]
         if not any(graph.ops[reader].phase is Phase.BACKWARD for reader in graph.consumers[value]):
             continue
-        mask = masks.get(base, Packing(base, value, size, 0.0, 0, 0.0, 0))
+        mask, bits = masks.get(base), 0
+        if mask is None:
+            mask = Packing(base, value, round_bytes(device, size), 0.0, 0, 0.0, 0)
+        else:  # whose bits are on the device while it is packed, and unpacked
+            bits = mask.bytes
         last = row_of[source.graph, source.instance, written]
         found.append(
             replace(
                 mask,
                 bytes=0,
                 host_bytes=mask.bytes,
-                pack_seconds=mask.pack_seconds + mask.bytes / device.to_host,
-                unpack_seconds=mask.unpack_seconds + mask.bytes / device.from_host,
+                pack_workspace_bytes=mask.pack_workspace_bytes + bits,
+                unpack_workspace_bytes=mask.unpack_workspace_bytes + bits,
+                send_seconds=mask.bytes / device.to_host,
+                fetch_seconds=mask.bytes / device.from_host,
                 written=None if last == base else last,
             )
         )
@@ -79,3 +86,22 @@ def within_host_budget(packings: Iterable[Packing], budget: int | None) -> list[
             kept.append(packing)
             total += packing.host_bytes
     return kept
+
+
+def beside_compute(graph: Graph, packings: Collection[Packing]) -> list[Packing]:
+    """Those that take longest to make again for their bytes, as many as a link carries during the step."""
+    forward = float(graph.seconds[: graph.forward_length].sum())
+    room, back = forward, graph.base_seconds - forward
+    chosen = set()
+
+    def worth(packing: Packing) -> float:
+        op = graph.ops[packing.row]
+        return (
+            graph.ops[graph.rerun(packing.row)].seconds / packing.host_bytes if op.recomputable else math.inf
+        )
+
+    for packing in sorted(packings, key=worth, reverse=True):
+        if packing.send_seconds <= room and packing.fetch_seconds <= back:
+            room, back = room - packing.send_seconds, back - packing.fetch_seconds
+            chosen.add(packing.row)
+    return [packing for packing in packings if packing.row in chosen]

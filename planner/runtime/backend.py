@@ -4,7 +4,7 @@ import contextlib
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -372,8 +372,9 @@ class PlanBackend:
 
     def _sequence(
         self, graph: GraphModule, record: GraphRecord | None, joint: JointGraph, warn: Callable[[str], None]
-    ) -> tuple[Sequence[int], Sequence[int]]:
-        """The operations that a graph's backward runs, in order, and those of them that read bits.
+    ) -> tuple[Sequence[int], Sequence[int], Mapping[int, int]]:
+        """The operations that a graph's backward runs, in order, those of them that read bits or fetch, and
+        behind which operations what they fetch has been sent.
 
         Warns where the plan is not followed exactly.
         """
@@ -381,7 +382,7 @@ class PlanBackend:
             remapped = max((remap_schedule(g, joint) for g in self._plan.graphs), key=lambda a: a.followed)
             if message := self._path.note_other(remapped.followed, structure_of(graph)):
                 warn(message)
-            return remapped.backward, remapped.packed
+            return remapped.backward, remapped.packed, {}
         self._path.follow(record)
         if not matches(record, joint):
             if same_operations(record, joint) and not reruns_what_may_run(record, joint):
@@ -389,7 +390,7 @@ class PlanBackend:
                     "the plan re-runs operations that must not run again; it runs without recomputation. "
                     "Plan it again"
                 )
-                return no_recomputation(joint), ()
+                return no_recomputation(joint), (), {}
             remapped = remap_schedule(record, joint)
             fits = fits_whole(self._plan, record, joint, other_shapes=self._warned_of_shapes())
             if not fits and (not remapped.only_less or grown(record, joint)):
@@ -399,7 +400,7 @@ class PlanBackend:
                     f"re-runs it re-runs the {remapped.followed} that are there, and may exceed the budget. "
                     "Plan it again"
                 )
-            return remapped.backward, remapped.packed
+            return remapped.backward, remapped.packed, {}
         same = joint.fingerprint == record.fingerprint
         if not same and grown(record, joint) and not self._warned_of_shapes():
             warn(
@@ -407,7 +408,7 @@ class PlanBackend:
                 f"although the inputs have the planned shapes: {why_grown(self._plan, self._model())}. The "
                 "step may exceed the budget. Plan it again as it is now, or where it takes most"
             )
-        return record.backward, record.packed
+        return record.backward, record.packed, record.completed_by(record.forward_length)
 
     def _why_other_operations(self) -> str:
         then, now = self._plan.model.autocast, self._autocast

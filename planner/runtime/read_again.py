@@ -4,7 +4,7 @@ These are inputs that re-runs read (:mod:`planner.graph.overwritten`), and resul
 PyTorch hands out views of kept results and does not notice writes to them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,11 +48,19 @@ class ReadAgain(GraphHook):
     def on_traced(self, traced: TracedGraph) -> None:
         self._outputs = aot_metadata.output_positions(traced.joint, traced.forward_outputs)
 
-    def emitted(self, joint: JointGraph, backward: Sequence[int], packed: Collection[int]) -> Partition:
+    def emitted(
+        self,
+        joint: JointGraph,
+        backward: Sequence[int],
+        packed: Collection[int],
+        completed: Mapping[int, int],
+    ) -> Partition:
         """The graphs of a schedule, see :func:`planner.lowering.partition.partition`."""
         joint.to_copy = to_copy(joint, self._parameters)
         copying = self._plan.target.inputs == "overwritten"
-        halves = partition(joint, backward, copying=copying, packed=packed, host=self._host)
+        halves = partition(
+            joint, backward, copying=copying, packed=packed, host=self._host, completed=completed
+        )
         positions = map(aot_metadata.input_position, halves.read_again)
         count = len(self._graph.graph.find_nodes(op="placeholder"))
         self._positions = sorted(p for p in positions if p is not None and p < count)

@@ -3,6 +3,9 @@
 A result that is sent is a tensor over such a block, with its shape and strides. The block is free again when
 PyTorch lets go of that tensor's memory: after the backward, or with a forward that has none. So a second
 backward finds what the first one read, and a second forward takes other blocks.
+
+Copies are made in the order in which they begin, by a thread for each direction. It lets go of both tensors
+before who waits for the copy goes on, so that memory is a function of the program alone.
 """
 
 import mmap
@@ -10,6 +13,7 @@ import os
 import tempfile
 import weakref
 from collections import defaultdict
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -33,18 +37,42 @@ class HostPlace:
         self.bytes = 0
         """The size of all blocks."""
         self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
+        self._to_host, self._from_host = (ThreadPoolExecutor(1, "planner-offload") for _ in range(2))
+        self._copies: dict[int, Future[None]] = {}  # by the tensor that they write
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the host. One that is not all of its memory, as planned ones are, becomes contiguous."""
+        """Begin to copy a tensor to the host, and return the copy.
+
+        One that is not all of its memory, as planned ones are, becomes contiguous.
+        """
         count = tensor.numel() * tensor.element_size()
         if not count:
-            return tensor.clone()
+            return torch.empty_like(tensor)
         kept = torch.frombuffer(self._block(count), dtype=tensor.dtype, count=tensor.numel())
-        return _like(kept, tensor).copy_(tensor)
+        kept = kept.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
+        return self._begin(self._to_host, kept, tensor)
+
+    def sent(self, kept: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """Wait until a tensor is on the host: until then it must be there, and its caller holds it."""
+        return self._wait(kept)
 
     def fetch(self, kept: torch.Tensor) -> torch.Tensor:
-        """The tensor that was sent."""
-        return kept.clone()
+        """Begin to copy a tensor back, and return the copy."""
+        return self._begin(self._from_host, torch.empty_like(kept), kept)
+
+    def fetched(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Wait until a tensor is back."""
+        return self._wait(tensor)
+
+    def _begin(self, link: ThreadPoolExecutor, into: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        self._copies[id(into)] = link.submit(_copy, [into, source])
+        return into
+
+    def _wait(self, tensor: torch.Tensor) -> torch.Tensor:
+        copy = self._copies.pop(id(tensor), None)
+        if copy is not None:
+            copy.result()
+        return tensor
 
     def _block(self, count: int) -> Block:
         free = self._free[count]
@@ -68,7 +96,8 @@ class HostPlace:
         return memory
 
 
-def _like(kept: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Memory in the shape of a tensor, with its strides where these are of a whole memory."""
-    strides = torch.empty_like(tensor, device="meta").stride()
-    return kept.as_strided(tensor.shape, strides)
+def _copy(tensors: list[torch.Tensor]) -> None:
+    into, source = tensors
+    tensors.clear()  # the executor holds the list for longer
+    with torch.no_grad():
+        into.copy_(source)
