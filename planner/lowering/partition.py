@@ -27,8 +27,8 @@ from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.overwritten import InputReads, alias
 from planner.graph.replay.packed import PACKED, bits_of, is_packable, read_sizes
 from planner.graph.replay_rule import ReplayRule
-from planner.graph.sent import sent_node
 from planner.graph.signs import emit_masked, gradient_of, relu_before, save_signs, signs_of
+from planner.lowering.transfers import begin_to_send, check_transfers, node_to_send, on_host
 
 Role = Literal["forward", "backward"]
 """Which half of a step a graph is."""
@@ -91,6 +91,9 @@ def partition(
         body.run(joint.ops[index])
     body.finish()
     forward, saved = _forward(joint, body, completed or {})
+    if host is not None:
+        for graph in (forward.graph, body.graph):
+            check_transfers(graph, host)
     read_again = tuple(p for p in body.read_again if p not in body.read)
     return Partition(forward, graph_module(joint.module, body.graph), saved, read_again)
 
@@ -123,7 +126,7 @@ class _Backward:
     ) -> None:
         self.joint, self._to_copy, self.packed = joint, to_copy, packed
         self._relu_of, self.signs, self.host = signs, frozenset(signs.values()), host
-        self.sent = {} if host is None else {op: _sent(joint, op) for op in packed}
+        self.sent = {} if host is None else {op: node_to_send(joint, op) for op in packed}
         self.reads = InputReads(joint)
         self.taken: dict[tuple[Node, bool], Node] = {}  # of an input, or of its copy
         self.read: set[Node] = set()  # inputs, by the backward's own operations
@@ -343,11 +346,11 @@ def _forward(
                 taken_as[primal, True] = _taken(graph, env[primal], strided_copy)
         node(op.node)
         if host is not None and (sender := sending.get(op.index)) is not None:
-            value, kept = _send(graph, host, body.sent[sender], node)
+            kept, value = begin_to_send(graph, host, body.sent[sender], node)
             last = max(completed.get(sender.index, op.index), op.index)
             completing.setdefault(last, []).append((sender, host, kept, value))
         for sender, place, kept, value in completing.get(op.index, ()):
-            state_of[sender] = _on_host(graph, place.sent, kept, value)
+            state_of[sender] = on_host(graph, place.sent, kept, value)
         if op in body.states and op in body.packed and op not in body.sent:
             state_of[op] = PACKED.save_state(graph, node(op.node))
         if op in body.signs:
@@ -366,29 +369,6 @@ def _forward(
     tensors = [*body.states.values(), *body.taken.values(), *(body.saved[n] for n in saved)]
     _order_placeholders(body, [*body.sizes.values(), *tensors])
     return graph_module(joint.module, graph), tuple(saved)
-
-
-def _sent(joint: JointGraph, op: JointOp) -> Node:
-    node = sent_node(joint, op)
-    if node is None:
-        raise CaptureError(
-            f"the plan keeps the result of {op.name} on the host, where it cannot be: plan again"
-        )
-    return node
-
-
-def _send(graph: FxGraph, host: HostPlace, sent: Node, take: Callable[[Node], Node]) -> tuple[Node, Node]:
-    """Begin to send a result: what is sent, and the copy that is not complete."""
-    value = take(sent)
-    if is_packable(sent):
-        value = PACKED.save_state(graph, value)
-    return value, _on_host(graph, host.send, value)
-
-
-def _on_host(graph: FxGraph, function: Callable[..., Any], *args: Node) -> Node:
-    kept = graph.call_function(function, args)
-    kept.meta["val"] = torch.empty(0, dtype=torch.uint8)
-    return kept
 
 
 def _unchecked(joint: JointGraph, saved: Iterable[Node]) -> set[Node]:

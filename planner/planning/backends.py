@@ -19,7 +19,7 @@ def host_budget_bytes(options: PlanOptions) -> int | None:
     """
     if options.host_budget is None:
         return None
-    budget = parse_budget(options.host_budget, 0)
+    budget = parse_budget(options.host_budget, 100)
     if budget.bytes is None or budget.relative:
         raise BudgetError(f"host_budget={options.host_budget!r}: expected bytes, as 64 * 2**30 or '64GiB'")
     return budget.bytes

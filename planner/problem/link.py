@@ -113,7 +113,8 @@ class _Moves:
         return completed, np.array([self._rows[step] for step in order], dtype=np.int64)
 
     def _sends(self) -> dict[RowId, BaseOp]:
-        forms, packings = self._made.forms, {p.row: p for p in self._made.packings}
+        forms = self._made.forms
+        packings: dict[RowId, Packing] = {p.row: p for p in self._made.packings}
         completed: dict[RowId, BaseOp] = {}
         free = 0.0
         for step, row in enumerate(self._rows[: self._graph.forward_length]):
