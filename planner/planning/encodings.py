@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from planner.planfile.budget import Budget
 from planner.planfile.schema import BoundCovers
 from planner.planning.backends import host_budget_bytes
 from planner.planning.prepare import Prepared
@@ -20,6 +21,9 @@ from solvers.model.solution import Solution, Status
 
 _LEAST_SHARE = 0.02
 """Results of ReLU that together take less of the unplanned step's memory are not worth solving again."""
+
+_SHARES = 0.6, 1.0
+"""Of the time of forward and backward, in which the link carries what is sent."""
 
 _BESIDE = 0.02
 """Share of a transfer's time that counts where the link carries it while the step computes: of schedules that
@@ -41,35 +45,50 @@ class Solved:
     bound_covers: BoundCovers = "every schedule"
 
 
-def offers(prepared: Prepared, constraints: Constraints) -> list[PackedProblem]:
-    """The problem in which every mask may be kept as bits, and the signs of every result of ReLU; none where
+def offered(prepared: Prepared, constraints: Constraints) -> PackedProblem | None:
+    """The problem in which every mask may be kept as bits, and the signs of every result of ReLU; None where
     there is none to offer it for.
-
-    With ``offload`` two: that in which results may be sent that take longest to make again for their bytes,
-    as many as the link carries while the step computes; and that in which all may be, and compute waits for
-    the link. A result that may be sent is not made again.
 
     With micro-batches in flight masks are kept as they are, or drawn again. So are those that users insist to
     keep or to recompute, and checkpointing by hand decides on everything.
     """
     options = prepared.options
-    offload = options.offload != "none"
-    if (options.encodings == "none" and not offload) or options.solver == "manual" or options.in_flight:
-        return []
+    if options.encodings == "none" or options.solver == "manual" or options.in_flight is not None:
+        return None
+    if options.offload != "none":  # where masks may be sent
+        return None
+    free = _free(prepared, constraints)
+    if all(p.reader is not None for p in free):
+        sizes = (prepared.problem.graph.values[p.value].bytes for p in free)
+        if sum(sizes) < _LEAST_SHARE * prepared.problem.eager.peak_bytes:
+            return None
+    return packed(prepared.problem, free, if_unpacked=True) if free else None
+
+
+def _free(prepared: Prepared, constraints: Constraints) -> list[Packing]:
+    """What may be packed: not that of which users insist to keep or to recompute it."""
     pinned = np.zeros(len(prepared.problem.graph.values), dtype=bool)
     for insisted in (constraints.keep, constraints.recompute):
         if insisted is not None:
             pinned |= insisted
-    free = [p for p in prepared.packings if not pinned[p.value]]
-    if offload:
-        free = within_host_budget(free, host_budget_bytes(options))
-        ways = [_priced(beside_compute(prepared.problem.graph, free), _BESIDE), _priced(free, 1.0)]
-        return [packed(prepared.problem, some, if_unpacked=True) for some in ways if some]
-    if all(p.reader is not None for p in free):
-        sizes = (prepared.problem.graph.values[p.value].bytes for p in free)
-        if sum(sizes) < _LEAST_SHARE * prepared.problem.eager.peak_bytes:
-            return []
-    return [packed(prepared.problem, free, if_unpacked=True)] if free else []
+    return [p for p in prepared.packings if not pinned[p.value]]
+
+
+def offers_to_send(prepared: Prepared, constraints: Constraints, wanted: Budget) -> list[PackedProblem]:
+    """The problems in which results may be sent to the host; none without ``offload``.
+
+    In the first two these take longest to make again for their bytes, as many as the link carries while the
+    step computes, or in a share of that time, so that compute waits little. In the last one all may be, and
+    count the time that they take by themselves: it reaches the least peaks, and with a limit of extra time no
+    other is offered. A result that may be sent is not made again.
+    """
+    if prepared.options.offload == "none":
+        return []
+    graph = prepared.problem.graph
+    free = within_host_budget(_free(prepared, constraints), host_budget_bytes(prepared.options))
+    beside = [] if wanted.bytes is None else [beside_compute(graph, free, share) for share in _SHARES]
+    ways = [*(_priced(some, _BESIDE) for some in beside), _priced(free, 1.0)]
+    return [packed(prepared.problem, some, if_unpacked=True) for some in ways if some]
 
 
 def _priced(packings: Iterable[Packing], price: float) -> list[Packing]:
@@ -126,15 +145,6 @@ def _followed(
     if any(packing.host_bytes for packing in made.packings):
         return overlapped(without, made, followed)
     return made.problem if used else without, followed
-
-
-def sends_nothing(prepared: Prepared) -> BoundCovers:
-    """Which schedules a bound of the problem without packing holds for, where there is another problem."""
-    return (
-        "schedules that pack no masks"
-        if prepared.options.offload == "none"
-        else "schedules that send nothing"
-    )
 
 
 def keeps_everything(solved: Solved) -> bool:

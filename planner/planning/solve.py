@@ -16,8 +16,8 @@ from planner.planning.encodings import (
     fits,
     followed,
     keeps_everything,
-    offers,
-    sends_nothing,
+    offered,
+    offers_to_send,
     total_bytes,
 )
 from planner.planning.make_plan import AS_WRITTEN, make_plan
@@ -111,10 +111,12 @@ def _solved(
     """The fastest schedule, or that of the least peak, with masks packed where that is better.
 
     With masks to pack there are two problems. The one of the lower bound is solved first; the other is not
-    where its bound proves that it has nothing better.
+    where its bound proves that it has nothing better. :func:`offers_to_send` says what is solved where results
+    may be sent.
     """
     options, problem = prepared.options, prepared.problem
-    offered = offers(prepared, constraints)
+    offer = offered(prepared, constraints)
+    sending = offers_to_send(prepared, constraints, wanted)
 
     def solve(
         graph: Graph,
@@ -143,45 +145,50 @@ def _solved(
         total = total_bytes(prepared)
         solution = reserving_no_more(prepared, solution, wanted, again, total, time_limit=options.time_limit)
         solved = Solved(solution, problem)
-        if not offered or keeps_everything(solved):
+        if not (offer or sending) or keeps_everything(solved):
             return solved
-        return replace(solved, bound_covers=sends_nothing(prepared))
-
-    if not offered:
-        return without(part_of(report, 0.0, 0.93))
+        return replace(
+            solved, bound_covers="schedules that send nothing" if sending else "schedules that pack no masks"
+        )
 
     def packing(offer: PackedProblem, progress: Progress, rival: float = math.inf) -> Solved:
         masks = offer.problem.graph
         given = _constraints(prepared, masks)
         again = partial(solve, masks, given, progress, rival)
-        limit = options.time_limit / 2
+        limit = options.time_limit / 2 / max(1, len(sending))
         total = total_bytes(prepared, offer)
         solution = reserving_no_more(prepared, again(room, limit), wanted, again, total, time_limit=limit)
         return followed(prepared, offer, solution)
 
-    ways = [_Way(problem.graph, without)]
-    ways += [_Way(offer.problem.graph, partial(packing, offer)) for offer in offered]
+    if offer is None:
+        share = 0.93 / (1 + len(sending))
+        solved = without(part_of(report, 0.0, share))
+        for number, more in enumerate(sending, 1):
+            if not keeps_everything(solved):
+                part = part_of(report, number * share, (number + 1) * share)
+                solved = better(solved, packing(more, part), room)
+        return solved
+
+    ways = [_Way(problem.graph, without), _Way(offer.problem.graph, partial(packing, offer))]
     if room is not None and options.solver == portfolio.NAME:
         bounds = [first_bound(way.graph, room, options.time_limit) for way in ways]
         ways = [replace(way, bound=bound) for way, bound in zip(ways, bounds, strict=True)]
         ways.sort(key=lambda way: way.bound.seconds)  # without masks first where both are the same
-    share = 0.93 / len(ways)
-    solved = ways[0].solve(part_of(report, 0.0, share), math.inf)
-    for number, way in enumerate(ways[1:], 1):
-        if solved.problem is problem and keeps_everything(solved):
+    first, second = ways
+    solved = first.solve(part_of(report, 0.0, 0.46), math.inf)
+    if first.solve is without and keeps_everything(solved):
+        return solved
+    rival = math.inf
+    if room is not None and fits(solved, room):
+        settings = EFFORTS[options.effort]
+        enough = solved.solution.seconds - settings.other_form * problem.graph.base_seconds
+        bound = second.bound
+        if bound.seconds < enough:
+            bound = tightened(second.graph, room, bound, settings.small_program_seconds / 4)
+        if bound.seconds >= enough:
             return solved
-        rival = math.inf
-        if room is not None and fits(solved, room):
-            settings = EFFORTS[options.effort]
-            enough = solved.solution.seconds - settings.other_form * problem.graph.base_seconds
-            bound = way.bound
-            if bound.seconds < enough:
-                bound = tightened(way.graph, room, bound, settings.small_program_seconds / 4)
-            if bound.seconds >= enough:
-                continue
-            rival = solved.solution.seconds
-        solved = better(solved, way.solve(part_of(report, number * share, (number + 1) * share), rival), room)
-    return solved
+        rival = solved.solution.seconds
+    return better(solved, second.solve(part_of(report, 0.46, 0.93), rival), room)
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ from planner.planning.encodings import (
     better,
     followed,
     keeps_everything,
-    offers,
-    sends_nothing,
+    offered,
+    offers_to_send,
     total_bytes,
 )
 from planner.planning.prepare import Prepared
 from planner.planning.solve import reserving_no_more, room_bytes
 from planner.planning.solve_for import solve_for
 from planner.problem.encodings import PackedProblem
-from planner.progress import Progress, part_of
+from planner.progress import Progress
 from solvers import portfolio
 from solvers.model.arrays import Schedule
 from solvers.model.constraints import Constraints
@@ -46,8 +46,8 @@ def solve_many(
         progress: Called with what is being done, and how much of it is done.
     """
     graph = prepared.problem.graph
-    offered = offers(prepared, constraints(graph))
-    share = 1.0 / (1 + len(offered))
+    offer = offered(prepared, constraints(graph))
+    share = 1.0 if offer is None else 0.5
     plain = [
         Solved(solution, prepared.problem)
         for solution in _solutions(
@@ -61,18 +61,28 @@ def solve_many(
         )
     ]
     more = [i for i, solved in enumerate(plain) if not keeps_everything(solved)]
-    if not offered or not more:
-        return plain
     for i in more:
-        plain[i] = replace(plain[i], bound_covers=sends_nothing(prepared))
-    for number, offer in enumerate(offered, 1):
-        report = part_of(progress, number * share, (number + 1) * share)
-        given = constraints(offer.problem.graph)
-        budgets = [wanted[i] for i in more]
-        answers = _solutions(prepared, offer, budgets, given, (), time_limit / 2, report)
-        for i, answer in zip(more, answers, strict=True):
-            room = room_bytes(wanted[i], prepared)
-            plain[i] = better(plain[i], followed(prepared, offer, answer), room)
+        room = room_bytes(wanted[i], prepared)
+        for sending in offers_to_send(prepared, constraints(graph), wanted[i]):
+            given, limit = constraints(sending.problem.graph), time_limit / 4 / len(more)
+            (answer,) = _solutions(prepared, sending, [wanted[i]], given, (), limit, progress)
+            without = replace(plain[i], bound_covers="schedules that send nothing")
+            plain[i] = better(without, followed(prepared, sending, answer), room)
+    if offer is None or not more:
+        return plain
+    answers = _solutions(
+        prepared,
+        offer,
+        [wanted[i] for i in more],
+        constraints(offer.problem.graph),
+        (),
+        time_limit / 2,
+        lambda text, fraction: progress(text, share + (1.0 - share) * fraction),
+    )
+    for i, answer in zip(more, answers, strict=True):
+        without = replace(plain[i], bound_covers="schedules that pack no masks")
+        room = room_bytes(wanted[i], prepared)
+        plain[i] = better(without, followed(prepared, offer, answer), room)
     return _monotone(plain, [room_bytes(budget, prepared) for budget in wanted])
 
 

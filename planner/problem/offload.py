@@ -9,6 +9,8 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
+import numpy as np
+
 from planner._torch import fake
 from planner.capture.captured_step import CapturedStep
 from planner.costs.devices import Device, round_bytes
@@ -88,10 +90,20 @@ def within_host_budget(packings: Iterable[Packing], budget: int | None) -> list[
     return kept
 
 
-def beside_compute(graph: Graph, packings: Collection[Packing]) -> list[Packing]:
-    """Those that take longest to make again for their bytes, as many as a link carries during the step."""
-    forward = float(graph.seconds[: graph.forward_length].sum())
-    room, back = forward, graph.base_seconds - forward
+def beside_compute(graph: Graph, packings: Collection[Packing], share: float = 1.0) -> list[Packing]:
+    """Those that take longest to make again for their bytes, as many as a link carries beside the step.
+
+    Whatever is made from a moment on must be sent by the end of the forward, and what is read until a moment
+    be fetched from the end of the forward on.
+
+    Args:
+        graph: The problem in which nothing is sent.
+        packings: What can be sent.
+        share: The share of that time in which the link carries it.
+    """
+    length = graph.forward_length
+    begin = share * np.concatenate(([0.0], np.cumsum(graph.seconds[: graph.base_length])))
+    to_send, to_fetch = begin[length] - begin[1 : length + 1], begin[length:-1] - begin[length]
     chosen = set()
 
     def worth(packing: Packing) -> float:
@@ -101,7 +113,13 @@ def beside_compute(graph: Graph, packings: Collection[Packing]) -> list[Packing]
         )
 
     for packing in sorted(packings, key=worth, reverse=True):
-        if packing.send_seconds <= room and packing.fetch_seconds <= back:
-            room, back = room - packing.send_seconds, back - packing.fetch_seconds
+        made = packing.row if packing.written is None else packing.written
+        read = min(row for row in graph.consumers[packing.value] if row >= length) - length
+        if (
+            to_send[: made + 1].min() >= packing.send_seconds
+            and to_fetch[read:].min() >= packing.fetch_seconds
+        ):
+            to_send[: made + 1] -= packing.send_seconds
+            to_fetch[read:] -= packing.fetch_seconds
             chosen.add(packing.row)
     return [packing for packing in packings if packing.row in chosen]
