@@ -37,10 +37,10 @@ PAGE = """# Results on the host
 `python benchmarks/offload.py --out docs/results/offload.md`
 
 Predicted, not run: dynamic peaks over entry, in GB, and extra time over the step that recomputes nothing, for
-models of [the frontiers](frontier.md) at full size in single precision. V100: PCI Express 3.0, 15.75 GB/s each
-way; H100: 5.0, 63 GB/s. *By hand* is what blocks recomputed whole take, the same with their inputs on the host,
-and everything on the host; beside it are plans within that peak, recomputing alone and with `offload="host"`,
-and what the latter keep on the host. The last row has the least peaks of both.
+models of [the frontiers](frontier.md) at full size in single precision. V100: PCI Express 3.0, 15.75 GB/s
+each way; H100: 5.0, 63 GB/s. *By hand* is what blocks recomputed whole take, the same with their inputs on
+the host, and everything on the host; beside it are plans within that peak, recomputing alone and with
+`offload="host"`, and what the latter keep on the host. The last row has the least peaks of both.
 
 | model | device | way | peak | by hand | recomputing alone | with offload | on the host |
 |---|---|---|---:|---:|---:|---:|---:|

@@ -111,8 +111,8 @@ def _solved(
     """The fastest schedule, or that of the least peak, with masks packed where that is better.
 
     With masks to pack there are two problems. The one of the lower bound is solved first; the other is not
-    where its bound proves that it has nothing better. :func:`offers_to_send` says what is solved where results
-    may be sent.
+    where its bound proves that it has nothing better. Where results may be sent, all of
+    :func:`offers_to_send` are.
     """
     options, problem = prepared.options, prepared.problem
     offer = offered(prepared, constraints)
