@@ -102,6 +102,7 @@ class Plan(PlanRecord):
         loss: "Loss | None" = None,
         arena: bool = True,
         backend_options: Mapping[str, bool | int | float | str] | None = None,
+        offload_folder: str | os.PathLike[str] | None = None,
     ) -> "nn.Module":
         """Make the module train by this plan, in place.
 
@@ -123,6 +124,8 @@ class Plan(PlanRecord):
             backend_options: of a plan that was read from a file, options of Inductor that it was made with
                 and that decide more than which code is generated, as they were given to `planner.plan`. A
                 file alone cannot set these.
+            offload_folder: of a plan with `offload="disk"`, the folder of the files that it keeps results in,
+                best on a fast disk; None for the folder of temporary files. Nothing of them is left behind.
 
         Returns:
             the same module; `planner.remove(model)` undoes it.
@@ -144,6 +147,7 @@ class Plan(PlanRecord):
             loss=check_loss(loss),
             arena=arena,
             backend_options=backend_options,
+            offload_folder=offload_folder,
         )
 
 

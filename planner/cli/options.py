@@ -114,6 +114,14 @@ class Encodings(StrEnum):
     none = "none"
 
 
+class Offload(StrEnum):
+    """Where results may be kept that the backward reads."""
+
+    none = "none"
+    disk = "disk"
+    host = "host"
+
+
 Solver = Annotated[str, typer.Option(help="How to search for the plan.")]
 DeviceName = Annotated[
     str | None,
@@ -146,6 +154,15 @@ EffortName = Annotated[
 EncodingsName = Annotated[
     Encodings,
     typer.Option(help="Whether masks may be kept as bits, eight to a byte, where that is better."),
+]
+OffloadName = Annotated[
+    Offload,
+    typer.Option(
+        help="Where results may be kept until the backward reads them: disk for the CPU, host for a GPU."
+    ),
+]
+HostBudget = Annotated[
+    str | None, typer.Option(metavar="BYTES", help="The most that may be kept there, as 64GiB.")
 ]
 BackendName = Annotated[
     Backend,
@@ -230,6 +247,8 @@ class StepOptions:
     inputs: InputsName = Inputs.unchanged
     effort: EffortName = Effort.fast
     encodings: EncodingsName = Encodings.auto
+    offload: OffloadName = Offload.none
+    host_budget: HostBudget = None
     regions: Regions = None
     parallel: ParallelName = None
 

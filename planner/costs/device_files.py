@@ -45,8 +45,9 @@ def wrong_figure(values: Mapping[str, Any]) -> tuple[str, str] | None:
         return "flops", "FLOP/s by dtype, 'float32' among them"
     if not all(_is_number(figure) and 0 < figure <= _FASTEST for figure in flops.values()):
         return "flops", f"numbers above 0, and at most {_FASTEST:g}"
-    if not _is_number(values["bandwidth"]) or not 0 < values["bandwidth"] <= _FASTEST:
-        return "bandwidth", f"a number above 0, and at most {_FASTEST:g}"
+    for field in ("bandwidth", "to_host", "from_host"):
+        if not _is_number(values[field]) or not 0 < values[field] <= _FASTEST:
+            return field, f"a number above 0, and at most {_FASTEST:g}"
     if not _is_number(values["launch_seconds"]) or not 0 <= values["launch_seconds"] <= 1:
         return "launch_seconds", "a number of at least 0, and at most 1"
     for field, least, most in (

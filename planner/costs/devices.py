@@ -42,6 +42,10 @@ CUDA_LAUNCH_SECONDS = 4e-6  # kernels shorter than this are bound by their launc
 CUBLAS_THREADS = 2
 CUBLAS_WORKSPACE_BYTES = 2 * (4096 << 10) + 8 * (16 << 10)
 CUBLAS_WORKSPACE_BYTES_HOPPER = 32 << 20
+LINKS = {7: 15.75e9, 8: 31.5e9, 9: 63e9}
+"""Bytes per second in each direction of the links by which cards of a compute capability, or a later one, are
+connected: PCI Express x16, 3.0 for Volta and Turing, 4.0 for Ampere and Ada, 5.0 from Hopper on (NVIDIA's
+datasheets; the PCI-SIG's rates of 8, 16 and 32 GT/s a lane with 128b/130b encoding)."""
 
 
 class DeviceError(PlannerError, ValueError):
@@ -66,6 +70,8 @@ class Device:
         capability: CUDA compute capability, which decides the attention kernels; None where it has none.
         cudnn: Whether cuDNN's kernels run on it: on NVIDIA's GPUs, not on AMD's.
         figures: The source of the figures: "published", or "calibrated" (measured).
+        to_host, from_host: Bytes per second of its link to the host's memory, in each direction; of the CPU,
+            to and from a disk.
     """
 
     name: str
@@ -80,6 +86,8 @@ class Device:
     capability: tuple[int, int] | None = None
     cudnn: bool = True
     figures: str = "published"
+    to_host: float = 2e9
+    from_host: float = 3e9
 
     def flops_of(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
         """FLOP/s for matrix arithmetic in `dtype`; a dtype that is not listed counts as ``float32``."""
@@ -108,6 +116,7 @@ def _gpu(
 ) -> Device:
     """`gib` as CUDA reports it; `bandwidth_gb` in 10^9 bytes/s; the dtypes in TFLOP/s."""
     amd, hopper = name.startswith("MI"), (capability or (0, 0)) >= (9, 0)
+    generation = 8 if name == "MI250" else min(max((capability or (8, 0))[0], min(LINKS)), max(LINKS))
     tera = {"float64": float64, "float32": float32, "float16": float16, "bfloat16": bfloat16 or float32}
     if tf32 is not None:
         tera["tf32"] = tf32
@@ -125,6 +134,8 @@ def _gpu(
         library_bytes=CUBLAS_THREADS * (CUBLAS_WORKSPACE_BYTES_HOPPER if hopper else CUBLAS_WORKSPACE_BYTES),
         capability=capability,
         cudnn=not amd,
+        to_host=LINKS[generation],
+        from_host=LINKS[generation],
     )
 
 

@@ -22,8 +22,8 @@ from planner.training_step.step import Step
 from planner.version import __version__
 
 _NOT_RECORDED = (
-    "solver", "effort", "encodings", "time_limit", "keep", "recompute", "checkpoints", "regions", "attention",
-    "costs", "loss", "split",
+    "solver", "effort", "encodings", "host_budget", "time_limit", "keep", "recompute", "checkpoints",
+    "regions", "attention", "costs", "loss", "split",
 )  # fmt: skip
 """Options that no other field of a plan records."""
 
@@ -63,6 +63,7 @@ def mismatch(
         ("autocast", plan.model.autocast, autocast_regions()),
         ("accumulate", counts_gradients, accumulate),
         ("backend", plan.target.backend, _backend(plan, options.get("backend", "eager"))),
+        ("offload", plan.target.offload, options.get("offload", "none")),
         ("backend_options", plan.target.backend_options, dict(options.get("backend_options", {}))),
         ("parallel", parallel_of(plan.target.parallel), ranks),
         *((name, plan.created_with.get(name), now) for name, now in made_of(model, options).items()),

@@ -18,15 +18,17 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from planner._torch import fake
+from planner._torch.execution.host_place import HostPlace
 from planner._torch.joint import aot_metadata
 from planner._torch.joint.graph_modules import graph_module
 from planner._torch.tensors import strided_copy
 from planner.errors import CaptureError
 from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.overwritten import InputReads, alias
-from planner.graph.replay.packed import PACKED, read_sizes
+from planner.graph.replay.packed import PACKED, bits_of, is_packable, read_sizes
 from planner.graph.replay_rule import ReplayRule
 from planner.graph.signs import emit_masked, gradient_of, relu_before, save_signs, signs_of
+from planner.lowering.transfers import begin_to_send, check_transfers, node_to_send, on_host
 
 Role = Literal["forward", "backward"]
 """Which half of a step a graph is."""
@@ -56,7 +58,13 @@ class Partition:
 
 
 def partition(
-    joint: JointGraph, backward: Sequence[int], *, copying: bool = False, packed: Collection[int] = ()
+    joint: JointGraph,
+    backward: Sequence[int],
+    *,
+    copying: bool = False,
+    packed: Collection[int] = (),
+    host: HostPlace | None = None,
+    completed: Mapping[int, int] | None = None,
 ) -> Partition:
     """Emit the graphs that run a schedule.
 
@@ -67,18 +75,25 @@ def partition(
         copying: Re-runs read copies of ``joint.to_copy``.
         packed: Operations, by index. A forward operation among them leaves its mask as bits, and its re-run
             unpacks them. A backward operation among them is ReLU's, and reads its signs from bits.
+        host: Where what is packed is kept, masks as bits and other results as they are; None for masks alone,
+            on the device.
+        completed: For operations whose result is sent, the one behind which that must be complete, if it is
+            another than the last that writes it.
 
     Raises:
         CaptureError: If the backward needs an input that the step overwrites.
     """
-    masks = frozenset(joint.ops[index] for index in packed if index < joint.forward_length)
-    read_sizes(joint.graph, [op.node for op in masks])
+    kept = frozenset(joint.ops[index] for index in packed if index < joint.forward_length)
+    read_sizes(joint.graph, [op.node for op in kept if is_packable(op.node)])
     signs = {joint.ops[i]: relu for i in packed if (relu := relu_before(joint, joint.ops[i])) is not None}
-    body = _Backward(joint, joint.to_copy if copying else frozenset(), masks, signs)
+    body = _Backward(joint, joint.to_copy if copying else frozenset(), kept, signs, host)
     for index in backward:
         body.run(joint.ops[index])
     body.finish()
-    forward, saved = _forward(joint, body)
+    forward, saved = _forward(joint, body, completed or {})
+    if host is not None:
+        for graph in (forward.graph, body.graph):
+            check_transfers(graph, host)
     read_again = tuple(p for p in body.read_again if p not in body.read)
     return Partition(forward, graph_module(joint.module, body.graph), saved, read_again)
 
@@ -107,9 +122,11 @@ class _Backward:
         to_copy: Collection[Node],
         packed: Collection[JointOp],
         signs: Mapping[JointOp, JointOp],
+        host: HostPlace | None,
     ) -> None:
         self.joint, self._to_copy, self.packed = joint, to_copy, packed
-        self._relu_of, self.signs = signs, frozenset(signs.values())
+        self._relu_of, self.signs, self.host = signs, frozenset(signs.values()), host
+        self.sent = {} if host is None else {op: node_to_send(joint, op) for op in packed}
         self.reads = InputReads(joint)
         self.taken: dict[tuple[Node, bool], Node] = {}  # of an input, or of its copy
         self.read: set[Node] = set()  # inputs, by the backward's own operations
@@ -122,6 +139,7 @@ class _Backward:
         self._steps = 0  # number of re-runs so far
         self._version = [0] * len(joint.storage_bytes)
         self._current: dict[Node, tuple[tuple[int, ...], Node]] = {}
+        self._fetching: dict[Node, Node] = {}
         self.backward_nodes = _backward_nodes(joint)
         self._early_sizes = _sizes_of_forward(joint, self.backward_nodes)
         self._mutated = {joint.primals[i] for i in joint.mutated if i < len(joint.primals)}
@@ -138,6 +156,9 @@ class _Backward:
                 if self.joint.is_size(user) and user.all_input_nodes == [op.node]:
                     self._size(user)
             return
+        if op in self.sent:
+            self._fetch(op, self.sent[op])
+            return
         node = self._again(op)
         node.meta = {**op.node.meta, "val": self.rule(op).values_again(op.node)}
         for storage in op.allocates if op in self.packed else op.allocates_again:
@@ -153,6 +174,33 @@ class _Backward:
         self.states[relu] = signs = self._placeholder(f"{relu.node.name}_signs", None)
         signs.meta["val"] = torch.empty(fake.storage_bytes(signs_of(relu)), dtype=torch.uint8, device="meta")
         return emit_masked(self.graph, op, self.node(gradient_of(op)), signs)
+
+    def _fetch(self, op: JointOp, sent: Node) -> None:
+        assert self.host is not None
+        self._wait_for(sent)
+        if op not in self.states:
+            self.states[op] = kept = self._placeholder(f"{sent.name}_on_host", None)
+            kept.meta["val"] = torch.empty(0, dtype=torch.uint8)
+        node = self.graph.call_function(self.host.fetch, (self.states[op],))
+        if is_packable(sent):
+            node.meta["val"] = bits_of(sent.meta["val"])
+            node = PACKED.emit_again(self.graph, sent, self._node_again, self._fetched(node))
+        else:
+            self._fetching[sent] = node
+        node.meta = dict(sent.meta)
+        self._version[self.joint.storage_of[sent]] += 1
+        self._current[sent] = (self._versions(sent), node)
+
+    def _wait_for(self, sent: Node) -> None:
+        if sent in self._fetching:
+            node = self._fetched(self._fetching.pop(sent))
+            self._current[sent] = (self._versions(sent), node)
+
+    def _fetched(self, node: Node) -> Node:
+        assert self.host is not None
+        fetched = self.graph.call_function(self.host.fetched, (node,))
+        fetched.meta = dict(node.meta)
+        return fetched
 
     def _again(self, op: JointOp) -> Node:
         state = self.rule(op).state(op.node)
@@ -179,6 +227,7 @@ class _Backward:
             inputs = self.reads.of(original)
             self.read.update(inputs)
             return self._save(original) if inputs in ((), (original,)) else self._view(original, False)
+        self._wait_for(original)  # of those that read it the first waits
         current = self._current.get(original)
         if current is not None and current[0] == versions:
             return current[1]
@@ -219,6 +268,8 @@ class _Backward:
 
     def finish(self) -> None:
         """Emit the outputs."""
+        for sent in list(self._fetching):
+            self._wait_for(sent)
         self.graph.output(map_arg(list(self.joint.outputs[1]), self.node))
 
     def _size(self, original: Node) -> Node:
@@ -255,7 +306,9 @@ class _Backward:
         return tuple(self._version[s] for s in storages)
 
 
-def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Node, ...]]:
+def _forward(
+    joint: JointGraph, body: _Backward, completed: Mapping[int, int]
+) -> tuple[GraphModule, tuple[Node, ...]]:
     graph = FxGraph()
     env: dict[Node, Node] = {}
     for primal in joint.primals:
@@ -281,6 +334,9 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
     sizes = _sizes_after(joint, body.backward_nodes, body.sizes)
     for size in sizes.get(-1, ()):
         node(size)
+    host = body.host
+    sending = {joint.op_of.get(sent, op.index): op for op, sent in body.sent.items() if op in body.states}
+    completing: dict[int, list[tuple[JointOp, HostPlace, Node, Node]]] = {}
     for op in joint.ops[: joint.forward_length]:
         if op in body.states and op not in body.packed and op not in body.signs:
             state_of[op] = op.rule.save_state(graph, op.node)
@@ -289,7 +345,13 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
             if (primal, True) in body.taken:
                 taken_as[primal, True] = _taken(graph, env[primal], strided_copy)
         node(op.node)
-        if op in body.states and op in body.packed:
+        if host is not None and (sender := sending.get(op.index)) is not None:
+            kept, value = begin_to_send(graph, host, body.sent[sender], node)
+            last = max(completed.get(sender.index, op.index), op.index)
+            completing.setdefault(last, []).append((sender, host, kept, value))
+        for sender, place, kept, value in completing.get(op.index, ()):
+            state_of[sender] = on_host(graph, place.sent, kept, value)
+        if op in body.states and op in body.packed and op not in body.sent:
             state_of[op] = PACKED.save_state(graph, node(op.node))
         if op in body.signs:
             state_of[op] = save_signs(graph, op, node(op.node))

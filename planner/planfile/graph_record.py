@@ -102,8 +102,15 @@ class Program(Record):
         default=[],
         max_length=MOST_OPS,
         description="ids of forward operations whose masks the forward keeps as bits, eight to a byte; where "
-        "`backward` names them, these are unpacked. And ids of ReLU's backwards: each reads the signs of its "
+        "`backward` names them, these are unpacked. With `target.offload` what these operations make is kept "
+        "on the host, and fetched there. And ids of ReLU's backwards: each reads the signs of its "
         "result, which the forward keeps as bits",
+    )
+    completed: Listed[Index] = Field(
+        default=[],
+        max_length=MOST_OPS,
+        description="for each forward operation in `packed`, in order, the forward operation behind which "
+        "its result is on the host, or itself: right behind what writes it; empty where none is there",
     )
     kept: Listed[Index] = Field(
         default=[],
@@ -121,6 +128,11 @@ class Program(Record):
     def __repr__(self) -> str:
         return f"<Program of {len(self.backward)} operations>"
 
+    def completed_by(self, forward_length: int) -> dict[int, int]:
+        """The operation behind which each result is on the host that is kept there."""
+        sent = [op_id for op_id in self.packed if op_id < forward_length]
+        return dict(zip(sent, self.completed, strict=False))
+
     def check(self, forward_length: int, count: int, masked: Collection[int]) -> None:
         """See that it runs the backward of a graph of so many operations, of which some are ReLU's backward.
 
@@ -132,6 +144,15 @@ class Program(Record):
                 if op_id >= forward_length and op_id not in readers:
                     other = ", nor the backward of ReLU" if name == "packed" else ""
                     raise InconsistentError(f"operation {op_id} is not of the forward{other}", name, position)
+        sent = [op_id for op_id in self.packed if op_id < forward_length]
+        if self.completed and len(self.completed) != len(sent):
+            message = f"expected one for each of the {len(sent)} forward operations in packed"
+            raise InconsistentError(message, "completed")
+        for position, (op_id, last) in enumerate(zip(sent, self.completed, strict=False)):
+            if not op_id <= last < forward_length:
+                raise InconsistentError(
+                    f"operation {last} is not of the forward from {op_id} on", "completed", position
+                )
         # No schedule runs the whole forward several times before each operation of the backward.
         again = len(self.backward) - (count - forward_length)
         most = 8 * forward_length * (count - forward_length)

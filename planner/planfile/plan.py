@@ -176,11 +176,13 @@ class PlanRecord(Record):
         whole, unplanned = self.predicted.peak_bytes, self.baseline.peak_bytes
         named = [printable(n) for n in (self.model.class_name, self.target.budget_text, self.target.device)]
         packed = sum(len(run.packed) for graph in self.graphs for run in graph.by_execution)
+        place = self.target.offload
+        how = "masks as bits" if place == "none" else f"results on the {place}"
         return (
             f"<Plan of {named[0]} for {named[1]} on {named[2]}: peak "
             f"{format_bytes(whole)} instead of {format_bytes(unplanned)}, time {self.overhead:+.1%}, re-runs "
             f"{self.recomputed_operations} of {self.forward_operations} operations"
-            f"{f', {packed} masks as bits' if packed else ''}>"
+            f"{f', {packed} {how}' if packed else ''}>"
         )
 
     def __str__(self) -> str:

@@ -16,6 +16,9 @@ programs that Inductor makes of the graphs."""
 BackendChoice = Literal["auto", "graph", "eager", "replay", "inductor"]
 """What can be asked for: "graph" and "eager" are the same; "auto" chooses between it and "replay"."""
 
+Offload = Literal["none", "disk", "host"]
+"""Where a plan may keep results until the backward reads them: in files, or in the host's memory."""
+
 MOST_OPS = 2_000_000
 MOST_STEPS = 2_000_000
 _TIMELINE_POINTS = 600
@@ -129,6 +132,7 @@ class WholeStep(Record):
         default=None, description="the same with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     )
     context_bytes: Count = Field(description="gone before the first tensor exists")
+    host_bytes: Count = Field(default=0, description="results that are kept on the host, or the disk")
 
     @property
     def reserved_bytes(self) -> int:
@@ -269,9 +273,17 @@ class Target(Record):
     backend_options: dict[Label, bool | int | float | Name] = Field(
         default={}, max_length=100, description="options of Inductor"
     )
+    offload: Offload = Field(
+        default="none", description="where results are kept that `packed` names, masks among them as bits"
+    )
 
 
-BoundCovers = Literal["every schedule", "schedules that pack no masks", "schedules that pack masks"]
+BoundCovers = Literal[
+    "every schedule",
+    "schedules that pack no masks",
+    "schedules that pack masks",
+    "schedules that send nothing",
+]
 
 
 class SolverRecord(Record):

@@ -3,10 +3,39 @@
 from collections.abc import Mapping
 
 from planner._torch.inductor.harmless_options import decides_code_alone
-from planner.errors import CompilerError, PlanMismatch, warn
+from planner.costs.devices import Device
+from planner.errors import BudgetError, CompilerError, PlanMismatch, warn
 from planner.parallel.strategies import FSDP2, read_parallel
+from planner.planfile.budget import parse_budget
 from planner.planfile.plan import PlanRecord
 from planner.planning.options import OptionError, PlanOptions
+
+
+def host_budget_bytes(options: PlanOptions) -> int | None:
+    """The most bytes that a plan may keep on the host; None for as many as it takes.
+
+    Raises:
+        BudgetError: It is no amount of bytes.
+    """
+    if options.host_budget is None:
+        return None
+    budget = parse_budget(options.host_budget, 100)
+    if budget.bytes is None or budget.relative:
+        raise BudgetError(f"host_budget={options.host_budget!r}: expected bytes, as 64 * 2**30 or '64GiB'")
+    return budget.bytes
+
+
+def check_offload(options: PlanOptions, device: Device) -> None:
+    """See that results may be kept where the options say, for a device.
+
+    Raises:
+        OptionError: They may not.
+    """
+    expected = "disk" if device.kind == "cpu" else "host"
+    if options.offload not in ("none", expected):
+        raise OptionError(
+            f"offload={options.offload!r}: expected 'none' or {expected!r} for device {device.name}"
+        )
 
 
 def check_backend(options: PlanOptions) -> None:
@@ -28,6 +57,20 @@ def check_backend(options: PlanOptions) -> None:
             f"split={options.split!r}: expected 'none' with in_flight=: pieces are for processes that run "
             "the whole step"
         )
+    if options.offload != "none" and options.backend not in ("auto", "eager"):
+        raise OptionError(
+            f"offload={options.offload!r}: expected 'none' with backend={options.backend!r}; graphs send and "
+            "fetch: leave backend= out"
+        )
+    if options.offload != "none" and (options.in_flight is not None or options.solver == "manual"):
+        raise OptionError(
+            f"offload={options.offload!r}: expected 'none' with in_flight= and solver='manual'; it is for "
+            "single steps that a solver decides on"
+        )
+    if options.host_budget is not None:
+        if options.offload == "none":
+            raise OptionError("host_budget=: expected none with offload='none', which keeps nothing there")
+        host_budget_bytes(options)
     if options.backend != "inductor":
         if options.backend_options:
             raise OptionError(

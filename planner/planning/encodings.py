@@ -1,23 +1,35 @@
-"""Choosing which masks are kept as bits: the better of the schedules without and with packing."""
+"""Choosing which masks are kept as bits, and what is kept on the host: the best of the schedules without and
+with packing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from planner.planfile.budget import Budget
 from planner.planfile.schema import BoundCovers
+from planner.planning.backends import host_budget_bytes
 from planner.planning.prepare import Prepared
 from planner.problem.build import Problem
-from planner.problem.encodings import PackedProblem, packed
+from planner.problem.encodings import PackedProblem, Packing, packed
+from planner.problem.link import overlapped
+from planner.problem.offload import beside_compute, within_host_budget
 from solvers.model.arrays import Schedule
 from solvers.model.constraints import Constraints
 from solvers.model.schedule import simulate
-from solvers.model.solution import Solution
+from solvers.model.solution import Solution, Status
 
 _LEAST_SHARE = 0.02
 """Results of ReLU that together take less of the unplanned step's memory are not worth solving again."""
 _LEAST_MASKS = 1 / 5000
 """The same for masks, which cost less to pack: those of labels take some kilobytes."""
+
+_SHARES = 0.6, 1.0
+"""Of the time of forward and backward, in which the link carries what is sent."""
+
+_BESIDE = 0.02
+"""Share of a transfer's time that counts where the link carries it while the step computes: of schedules that
+take as long, the one that sends less is taken."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +57,9 @@ def offered(prepared: Prepared, constraints: Constraints) -> PackedProblem | Non
     options = prepared.options
     if options.encodings == "none" or options.solver == "manual" or options.in_flight is not None:
         return None
-    pinned = np.zeros(len(prepared.problem.graph.values), dtype=bool)
-    for insisted in (constraints.keep, constraints.recompute):
-        if insisted is not None:
-            pinned |= insisted
-    free = [p for p in prepared.packings if not pinned[p.value]]
+    if options.offload != "none":  # where masks may be sent
+        return None
+    free = _free(prepared, constraints)
     least = _LEAST_SHARE if all(p.reader is not None for p in free) else _LEAST_MASKS
     sizes = (prepared.problem.graph.values[p.value].bytes for p in free)
     if sum(sizes) < least * prepared.problem.eager.peak_bytes:
@@ -57,15 +67,53 @@ def offered(prepared: Prepared, constraints: Constraints) -> PackedProblem | Non
     return packed(prepared.problem, free, if_unpacked=True) if free else None
 
 
-def followed(without: Problem, offer: PackedProblem, solution: Solution) -> Solved:
+def _free(prepared: Prepared, constraints: Constraints) -> list[Packing]:
+    """What may be packed: not that of which users insist to keep or to recompute it."""
+    pinned = np.zeros(len(prepared.problem.graph.values), dtype=bool)
+    for insisted in (constraints.keep, constraints.recompute):
+        if insisted is not None:
+            pinned |= insisted
+    return [p for p in prepared.packings if not pinned[p.value]]
+
+
+def offers_to_send(prepared: Prepared, constraints: Constraints, wanted: Budget) -> list[PackedProblem]:
+    """The problems in which results may be sent to the host; none without ``offload``.
+
+    In the first two these take longest to make again for their bytes, as many as the link carries while the
+    step computes, or in a share of that time, so that compute waits little. In the last one all may be, and
+    count the time that they take by themselves: it reaches the least peaks, and with a limit of extra time no
+    other is offered. A result that may be sent is not made again.
+    """
+    if prepared.options.offload == "none":
+        return []
+    graph = prepared.problem.graph
+    free = within_host_budget(_free(prepared, constraints), host_budget_bytes(prepared.options))
+    beside = [] if wanted.bytes is None else [beside_compute(graph, free, share) for share in _SHARES]
+    ways = [*(_priced(some, _BESIDE) for some in beside), _priced(free, 1.0)]
+    return [packed(prepared.problem, some, if_unpacked=True) for some in ways if some]
+
+
+def _priced(packings: Iterable[Packing], price: float) -> list[Packing]:
+    """Packings that count a share of the time that the link takes."""
+    return [
+        replace(
+            p,
+            pack_seconds=p.pack_seconds + price * p.send_seconds,
+            unpack_seconds=p.unpack_seconds + price * p.fetch_seconds,
+        )
+        for p in packings
+    ]
+
+
+def followed(prepared: Prepared, offer: PackedProblem, solution: Solution) -> Solved:
     """A solution of the problem in which masks may be packed, with those packed that it unpacks."""
-    problem, schedule = _followed(without, offer, solution.schedule)
+    problem, schedule = _followed(prepared.problem, prepared.packings, offer, solution.schedule)
     timeline = simulate(problem.graph, schedule)
-    return Solved(
-        replace(solution, schedule=schedule, peak_bytes=timeline.peak_bytes, seconds=timeline.seconds),
-        problem,
-        "schedules that pack masks",
-    )
+    solution = replace(solution, schedule=schedule, peak_bytes=timeline.peak_bytes, seconds=timeline.seconds)
+    if any(packing.host_bytes for packing in offer.packings):  # what may be sent could be made again as well
+        status = Status.FEASIBLE if solution.feasible else solution.status
+        return Solved(replace(solution, bound_seconds=None, status=status), problem)
+    return Solved(solution, problem, "schedules that pack masks")
 
 
 def total_bytes(prepared: Prepared, offer: PackedProblem | None = None) -> Callable[[Schedule], int]:
@@ -83,17 +131,22 @@ def total_bytes(prepared: Prepared, offer: PackedProblem | None = None) -> Calla
         if key not in known:
             problem = prepared.problem
             if offer is not None:
-                problem, schedule = _followed(problem, offer, schedule)
+                problem, schedule = _followed(problem, prepared.packings, offer, schedule)
             known[key] = replace(prepared, problem=problem).whole_step(schedule).total_bytes
         return known[key]
 
     return total
 
 
-def _followed(without: Problem, offer: PackedProblem, schedule: Schedule) -> tuple[Problem, Schedule]:
-    used = offer.unpacked_in(schedule)
-    made = packed(without, used)
-    return made.problem if used else without, made.follow(offer, schedule)
+def _followed(
+    without: Problem, packings: Iterable[Packing], offer: PackedProblem, schedule: Schedule
+) -> tuple[Problem, Schedule]:
+    used = {packing.row for packing in offer.unpacked_in(schedule)}
+    made = packed(without, [packing for packing in packings if packing.row in used])
+    followed = made.follow(offer, schedule)
+    if any(packing.host_bytes for packing in made.packings):
+        return overlapped(without, made, followed)
+    return made.problem if used else without, followed
 
 
 def keeps_everything(solved: Solved) -> bool:

@@ -90,6 +90,7 @@ def make_plan(
     timeline = simulate(graph, solution.schedule)
     peak_bytes, step_bytes = timeline.peak_bytes, timeline.step_bytes
     whole = replace(prepared, problem=problem).whole_step(solution.schedule)
+    whole = whole.model_copy(update={"host_bytes": problem.host_bytes})
     budget_bytes = budget.bytes
     if budget_bytes is not None and budget.relative:
         budget_bytes += whole.fragmentation_bytes
@@ -170,6 +171,7 @@ def make_plan(
             in_flight=prepared.step.in_flight,
             backend=prepared.options.backend,
             backend_options=dict(prepared.options.backend_options),
+            offload=prepared.options.offload,
         ),
         solver=SolverRecord(
             name=solution.solver,
@@ -277,25 +279,36 @@ def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution)
             )
     kept = _kept(problem, solution)
     packed: dict[tuple[int, int], list[int]] = {}
+    completed: dict[tuple[int, int], list[int]] = {}
+    joints = {i: g.joint for i, g in enumerate(captured.graphs) if g.joint is not None}
     for mask in sorted(problem.packed, key=lambda source: source.op):
         packed.setdefault((mask.graph, mask.instance), []).append(mask.op)
+        if problem.host_bytes and mask.op < joints[mask.graph].forward_length:
+            last = problem.completed.get(mask, mask)
+            completed.setdefault((mask.graph, mask.instance), []).append(last.op)
     records = []
     for index, (captured_graph, executions) in enumerate(zip(captured.graphs, sequences, strict=True)):
         joint = captured_graph.joint
         if joint is None:
             continue
         # One that the recorded step did not run has no execution there.
-        decided = [(tuple(b), tuple(packed.get((index, n), ()))) for n, b in enumerate(executions)]
+        decided = [
+            (tuple(b), tuple(packed.get((index, n), ())), tuple(completed.get((index, n), ())))
+            for n, b in enumerate(executions)
+        ]
         found = {execution: n for n, execution in reversed(list(enumerate(decided)))}
         programs = [
             Program(
                 backward=list(backward),
                 packed=list(masks),
+                completed=list(later),
                 kept=kept.get((index, n), []),
             )
-            for (backward, masks), n in sorted(found.items(), key=lambda item: item[1])
+            for (backward, masks, later), n in sorted(found.items(), key=lambda item: item[1])
         ] or [Program(backward=no_recomputation(joint))]
-        numbers = {(tuple(p.backward), tuple(p.packed)): n for n, p in enumerate(programs)}
+        numbers = {
+            (tuple(p.backward), tuple(p.packed), tuple(p.completed)): n for n, p in enumerate(programs)
+        }
         ops = [
             OpRecord(
                 name=op.name,
@@ -328,6 +341,7 @@ def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution)
                 ops=ops,
                 backward=programs[0].backward,
                 packed=programs[0].packed,
+                completed=programs[0].completed,
                 kept=programs[0].kept,
                 other_programs=programs[1:],
                 executions=[numbers[execution] for execution in decided] or [0],

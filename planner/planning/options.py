@@ -21,7 +21,7 @@ from planner.graph.overwritten import InputsAre, checked_inputs
 from planner.parallel.recorded import parallel_of
 from planner.parallel.strategies import Parallel, read_parallel
 from planner.planfile.plan import PlanRecord
-from planner.planfile.schema import BackendChoice
+from planner.planfile.schema import BackendChoice, Offload
 from planner.training_step.inputs import InputError
 from planner.training_step.regions import Regions
 from planner.training_step.step import Loss, Outputs, checked_outputs
@@ -58,6 +58,8 @@ class StepKeywords(TypedDict, total=False):
     inputs: InputsAre
     effort: Effort
     encodings: Encodings
+    offload: Offload
+    host_budget: int | str | None
     regions: Regions
     parallel: Parallel
 
@@ -142,6 +144,10 @@ class PlanOptions:
             keep them as they are or to draw them again, and of a result of ReLU one bit for each element,
             where only its backward needs it; "none" does not. On the CPU only; searches for the largest
             batch do without.
+        offload: "disk" may send results that the backward reads to files that are mapped into memory, and
+            fetch them where it reads them, so that they take no memory of the CPU in between; "host" is for
+            GPUs, and the host's memory. Compute waits for each transfer. "none" sends nothing.
+        host_budget: The most bytes that may be kept there, "64GiB" say; None for as many as it takes.
         backend: What runs the plan. "auto": graphs where the step is few of them, all of it is in them and
             nothing is warned of, else "replay"; the plan says which, and why. With ``regions``, stages of
             pipelines and ``fully_shard``: graphs. "graph" (or "eager"): the step's graphs, operators one by
@@ -185,6 +191,8 @@ class PlanOptions:
     inputs: InputsAre = "unchanged"
     effort: Effort = "fast"
     encodings: Encodings = "auto"
+    offload: Offload = "none"
+    host_budget: int | str | None = None
     backend: BackendChoice = "auto"
     backend_options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     split: SplitWhat = "none"
@@ -242,13 +250,15 @@ def read_options(of: str, known: type[Keywords], given: Mapping[str, Any], **oth
 
 
 def refuse_in_flight(of: str, options: PlanOptions) -> None:
-    """See that micro-batches in flight are not asked of what knows one step at a time.
+    """See that micro-batches in flight, and results on the host, are not asked of what knows neither.
 
     Raises:
         OptionError: They are.
     """
     if options.in_flight is not None:
         raise OptionError(f"in_flight= is for planner.plan, prepare and sweep: expected none for {of}()")
+    if options.offload != "none":
+        raise OptionError(f"offload= is for planner.plan, prepare and sweep: expected 'none' for {of}()")
 
 
 def options_of(plan: PlanRecord) -> PlanOptions:
@@ -258,6 +268,7 @@ def options_of(plan: PlanRecord) -> PlanOptions:
     return PlanOptions(
         backend=plan.target.backend,
         backend_options=plan.target.backend_options,
+        offload=plan.target.offload,
         split=next((graph.split.what for graph in plan.graphs if graph.split), "none"),
         solver=plan.solver.name if plan.solver.name in SOLVERS else "auto",
         accumulate=plan.resident.gradient_bytes > 0,
@@ -375,6 +386,7 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "max_overhead": _share,
     "most": _at_least(1),
     "points": _at_least(1),
+    "offload": lambda value: "" if value in get_args(Offload) else f"one of {get_args(Offload)}",
     "progress": lambda value: (
         "" if value is None or callable(value) else "a function of a text and a fraction"
     ),

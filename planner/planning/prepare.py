@@ -46,7 +46,7 @@ from planner.planfile.plan import (
     Resident,
     WholeStep,
 )
-from planner.planning.backends import check_backend
+from planner.planning.backends import check_backend, check_offload
 from planner.planning.cost_source import check_costs, find_costs
 from planner.planning.options import PlanOptions
 from planner.planning.runnable import refuse_what_cannot_run
@@ -54,6 +54,7 @@ from planner.planning.throughout import bytes_throughout
 from planner.problem.allocations import planned_allocations
 from planner.problem.build import Problem, build_problem
 from planner.problem.encodings import Packing, find_packings
+from planner.problem.offload import find_sendable
 from planner.progress import Progress, no_report
 from planner.replay.capture import ReplayedStep, capture_replayed
 from planner.replay.masks import find_masks
@@ -108,7 +109,7 @@ class Prepared:
     seconds: float
     options: PlanOptions
     packings: tuple[Packing, ...]
-    """The masks that can be kept as bits."""
+    """The masks that can be kept as bits; with ``offload`` the results that can be kept on the host."""
     state_digest: str
     """Of the model as it was, see :func:`planner.planfile.fingerprint.state_digest`."""
     cuda: CudaKernels | None
@@ -200,9 +201,10 @@ def prepare(
     """
     check_backend(options)
     off = graphs_are_off()
-    if options.split != "none":
+    if options.split != "none" or options.offload != "none":
         if off is not None:
-            raise PlannerError(f"split={options.split!r}: {off}. Plan with split='none'")
+            name = "split" if options.split != "none" else "offload"
+            raise PlannerError(f"{name}={getattr(options, name)!r}: {off}. Plan with {name}='none'")
         options = replace(options, backend="eager")
         most = Most(MOST_GRAPHS) if options.regions is None else None
         return _prepare(model, step, options, progress=progress, like=like, most=most)
@@ -288,6 +290,7 @@ def _prepare(
     at_hand = here.type in ("cpu", "cuda") and same_processor(target, find_device(None, here))
     check_costs(options.costs, here, target, at_hand=at_hand)
     started = time.perf_counter()
+    check_offload(options, target)
     elsewhere = target.kind == "cuda" and here.type != "cuda"
     if options.attention is not None and not elsewhere:
         warn(
@@ -366,6 +369,8 @@ def _prepare(
             captured.notes.append(slower)
             warn(slower)
         packings = find_packings(captured, problem, target, meter, source)
+        if options.offload != "none":
+            packings = find_sendable(captured, problem, target, packings)
     if meter is not None:
         refuse_what_cannot_run(captured.eager.calls, meter)
     if like is not None:

@@ -17,6 +17,7 @@ from planner.planning.encodings import (
     followed,
     keeps_everything,
     offered,
+    offers_to_send,
     total_bytes,
 )
 from planner.planning.make_plan import AS_WRITTEN, make_plan
@@ -24,6 +25,7 @@ from planner.planning.prepare import Prepared
 from planner.planning.solve_for import solve_for
 from planner.planning.split import Forms, split_hint
 from planner.planning.within_budget import within_budget
+from planner.problem.encodings import PackedProblem
 from planner.problem.selection import select
 from planner.progress import Progress, no_report, part_of
 from solvers import portfolio
@@ -154,10 +156,12 @@ def _solved(
     """The fastest schedule, or that of the least peak, with masks packed where that is better.
 
     With masks to pack there are two problems. The one of the lower bound is solved first; the other is not
-    where its bound proves that it has nothing better.
+    where its bound proves that it has nothing better. Where results may be sent, all of
+    :func:`offers_to_send` are.
     """
     options, problem = prepared.options, prepared.problem
     offer = offered(prepared, constraints)
+    sending = offers_to_send(prepared, constraints, wanted)
 
     def solve(
         graph: Graph,
@@ -186,23 +190,31 @@ def _solved(
         total = total_bytes(prepared)
         solution = reserving_no_more(prepared, solution, wanted, again, total, time_limit=options.time_limit)
         solved = Solved(solution, problem)
-        if offer is None or keeps_everything(solved):
+        if not (offer or sending) or keeps_everything(solved):
             return solved
-        return replace(solved, bound_covers="schedules that pack no masks")
+        return replace(
+            solved, bound_covers="schedules that send nothing" if sending else "schedules that pack no masks"
+        )
 
-    if offer is None:
-        return without(part_of(report, 0.0, 0.93))
-    masks = offer.problem.graph
-
-    def packing(progress: Progress, rival: float = math.inf) -> Solved:
+    def packing(offer: PackedProblem, progress: Progress, rival: float = math.inf) -> Solved:
+        masks = offer.problem.graph
         given = _constraints(prepared, masks)
         again = partial(solve, masks, given, progress, rival)
-        limit = options.time_limit / 2
+        limit = options.time_limit / 2 / max(1, len(sending))
         total = total_bytes(prepared, offer)
         solution = reserving_no_more(prepared, again(room, limit), wanted, again, total, time_limit=limit)
-        return followed(problem, offer, solution)
+        return followed(prepared, offer, solution)
 
-    ways = [_Way(problem.graph, without), _Way(masks, packing)]
+    if offer is None:
+        share = 0.93 / (1 + len(sending))
+        solved = without(part_of(report, 0.0, share))
+        for number, more in enumerate(sending, 1):
+            if not keeps_everything(solved):
+                part = part_of(report, number * share, (number + 1) * share)
+                solved = better(solved, packing(more, part), room)
+        return solved
+
+    ways = [_Way(problem.graph, without), _Way(offer.problem.graph, partial(packing, offer))]
     if room is not None and options.solver == portfolio.NAME:
         bounds = [first_bound(way.graph, room, options.time_limit) for way in ways]
         ways = [replace(way, bound=bound) for way, bound in zip(ways, bounds, strict=True)]

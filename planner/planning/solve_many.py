@@ -5,7 +5,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from planner.planfile.budget import Budget
-from planner.planning.encodings import Solved, better, followed, keeps_everything, offered, total_bytes
+from planner.planning.encodings import (
+    Solved,
+    better,
+    followed,
+    keeps_everything,
+    offered,
+    offers_to_send,
+    total_bytes,
+)
 from planner.planning.prepare import Prepared
 from planner.planning.solve import reserving_no_more, room_bytes
 from planner.planning.solve_for import solve_for
@@ -53,6 +61,13 @@ def solve_many(
         )
     ]
     more = [i for i, solved in enumerate(plain) if not keeps_everything(solved)]
+    for i in more:
+        room = room_bytes(wanted[i], prepared)
+        for sending in offers_to_send(prepared, constraints(graph), wanted[i]):
+            given, limit = constraints(sending.problem.graph), time_limit / 4 / len(more)
+            (answer,) = _solutions(prepared, sending, [wanted[i]], given, (), limit, progress)
+            without = replace(plain[i], bound_covers="schedules that send nothing")
+            plain[i] = better(without, followed(prepared, sending, answer), room)
     if offer is None or not more:
         return plain
     answers = _solutions(
@@ -67,7 +82,7 @@ def solve_many(
     for i, answer in zip(more, answers, strict=True):
         without = replace(plain[i], bound_covers="schedules that pack no masks")
         room = room_bytes(wanted[i], prepared)
-        plain[i] = better(without, followed(prepared.problem, offer, answer), room)
+        plain[i] = better(without, followed(prepared, offer, answer), room)
     return _monotone(plain, [room_bytes(budget, prepared) for budget in wanted])
 
 

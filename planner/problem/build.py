@@ -5,7 +5,7 @@ the step, and between them those of the glue (operations that no graph holds). E
 is one value.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,6 +45,8 @@ class Problem:
         eager: Timeline of the step without a plan.
         final_bytes: Bytes that a step leaves, whatever its schedule: gradients and outputs.
         packed: The operations whose masks the forward packs, see :mod:`planner.problem.encodings`.
+        host_bytes: What it keeps on the host, all of it when the backward begins.
+        completed: For operations whose result is sent, the later one behind which that is complete.
     """
 
     graph: Graph
@@ -52,6 +54,8 @@ class Problem:
     eager: EagerTimeline
     final_bytes: int
     packed: frozenset[Source] = frozenset()
+    host_bytes: int = 0
+    completed: Mapping[Source, Source] = field(default_factory=dict)
 
     def backward_sequences(self, captured: CapturedStep, schedule: Schedule) -> list[list[list[int]]]:
         """The backward of every captured graph under a schedule: for each execution its operations, in order.

@@ -12,9 +12,10 @@ which unpacking makes again, since ReLU's result has other readers.
 After Gist (Jain et al., ISCA 2018), which encodes kept values and recomputes nothing.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -51,6 +52,9 @@ class Packing:
         unpack_seconds, unpack_workspace_bytes: Costs of unpacking; for signs, of the backward.
         reader: For signs, the base row of that backward; None for a mask.
         written: The base row that writes the mask last, if it is another one than ``row``.
+        host_bytes: What it takes of the host's memory, see :mod:`planner.problem.offload`.
+        send_seconds, fetch_seconds: How long a link takes to send and to fetch it.
+        completed: The base row behind which it is on the host, if that is a later one.
     """
 
     row: BaseOp
@@ -62,6 +66,10 @@ class Packing:
     unpack_workspace_bytes: int
     reader: BaseOp | None = None
     written: BaseOp | None = None
+    host_bytes: int = 0
+    send_seconds: float = 0.0
+    fetch_seconds: float = 0.0
+    completed: BaseOp | None = None
 
 
 @collector_off()
@@ -198,11 +206,13 @@ def packed(problem: Problem, packings: Iterable[Packing], *, if_unpacked: bool =
     readers = {p.reader: p for p in chosen.values() if p.reader is not None}
     graph = problem.graph
     forms: list[tuple[str, RowId]] = []
-    packed_after = {row if p.written is None else p.written: row for row, p in chosen.items()}
+    packed_after: dict[RowId, list[RowId]] = {}
+    for row, p in chosen.items():
+        after = next(r for r in (p.completed, p.written, row) if r is not None)
+        packed_after.setdefault(after, []).append(row)
     for base in graph.base_ops:
         forms.append(("run", base))
-        if base in packed_after:
-            row = packed_after[base]
+        for row in packed_after.get(base, ()):
             forms += [("carry", row)] if if_unpacked and row not in masks else []
             forms.append(("pack", row))
     base_length = len(forms)
@@ -230,7 +240,7 @@ def packed(problem: Problem, packings: Iterable[Packing], *, if_unpacked: bool =
         if form == "run":
             again = None if op.replay is None else row_of.get(("run", op.replay))
             replay = row_of.get(("unpack", row), again) if row in masks else again
-            op = replace(op, replay=replay)
+            op = replace(op, replay=replay, recomputable=op.recomputable or row in masks)
             reads = readers.get(base_op(row)) if row < graph.base_length else None
             ops.append(op if reads is None else _reading(op, reads, bits, unpacked, if_unpacked))
             continue
@@ -277,6 +287,12 @@ def packed(problem: Problem, packings: Iterable[Packing], *, if_unpacked: bool =
         graph=Graph(tuple(ops), tuple(values), base_length),
         sources=sources,
         packed=frozenset(problem.sources[p.row if p.reader is None else p.reader] for p in chosen.values()),
+        host_bytes=sum(p.host_bytes for p in chosen.values()),
+        completed={
+            problem.sources[p.row]: problem.sources[p.completed]
+            for p in chosen.values()
+            if p.completed is not None
+        },
     )
     return PackedProblem(made, tuple(chosen.values()), forms)
 
@@ -293,10 +309,29 @@ def _reading(
     return replace(op, inputs=inputs, seconds=packing.unpack_seconds, workspace_bytes=workspace)
 
 
+Name = tuple[int, int, int]
+"""Of an operation: its graph, the execution, and its index there."""
+
+
 def packed_as(
-    problem: Problem, packings: Iterable[Packing], operations: Collection[tuple[int, int, int]]
-) -> Problem:
-    """The problem that packs the masks of some operations, named by graph, execution and index there."""
-    sources = ((p, problem.sources[p.row if p.reader is None else p.reader]) for p in packings)
-    wanted = [p for p, source in sources if (source.graph, source.instance, source.op) in operations]
-    return packed(problem, wanted).problem if wanted else problem
+    problem: Problem,
+    packings: Iterable[Packing],
+    operations: Collection[Name],
+    completed: Mapping[Name, Name] = MappingProxyType({}),
+) -> PackedProblem | None:
+    """The problem that packs the results of some operations; None where it packs none.
+
+    Args:
+        problem, packings: As for :func:`packed`.
+        operations: Those operations.
+        completed: The operations behind which others are on the host, where these are later ones.
+    """
+
+    def name(row: RowId) -> Name:
+        source = problem.sources[row]
+        return source.graph, source.instance, source.op
+
+    wanted = [p for p in packings if name(p.row if p.reader is None else p.reader) in operations]
+    row_of = {name(row): row for row in problem.graph.base_ops}
+    later = [replace(p, completed=row_of.get(completed.get(name(p.row), (-1, -1, -1)))) for p in wanted]
+    return packed(problem, later) if wanted else None

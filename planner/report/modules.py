@@ -121,7 +121,7 @@ def _tree(plan: PlanRecord) -> _Node:
     for graph in (execution for each in plan.graphs for execution in each.by_execution):
         forward_length = graph.forward_length
         runs = Counter(op for op in graph.backward if op < forward_length and op not in graph.packed)
-        kept, packed = set(graph.kept), set(graph.packed)
+        kept, packed = set(graph.kept), set(graph.packed if plan.target.offload == "none" else ())
         for index, op in enumerate(graph.ops[:forward_length]):
             node = root
             path = [node]

@@ -122,7 +122,10 @@ def summary(plan: PlanRecord, *, width: int = 100) -> Table:
         "extra time": f"{plan.overhead:+.1%} (costs: {target.costs}; workspace: {target.workspace})",
         "solver": f"{solver.name}, {solver.status}{gap}",
     }
-    if packed:
+    if target.offload != "none" and plan.whole_step is not None:
+        there = format_bytes(plan.whole_step.host_bytes)
+        facts[f"on the {target.offload}"] = f"{len(masks)} results, {there}, until the backward fetches them"
+    elif packed:
         of_masks = (
             f"{len(masks)} masks, as {format_bytes(sum((m + 7) // 8 for m in masks))} of bits "
             f"instead of {format_bytes(sum(masks))}"

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from planner._torch import fake
 from planner._torch.autocast_state import autocast_regions
 from planner._torch.execution.checkpoints import as_written
+from planner._torch.execution.host_place import HostPlace
 from planner._torch.joint import aot
 from planner._torch.joint.graph_modules import tell_sizes_alone
 from planner._torch.module_paths import name_modules
@@ -52,6 +53,7 @@ from planner.runtime.remap import (
     matches,
     planned_bytes,
     remap_schedule,
+    reruns_what_may_run,
     same_operations,
     spec_of,
     total_bytes,
@@ -72,6 +74,7 @@ class PlanBackend:
         path: Is told which of the plan's graphs were captured.
         calls: The calls of the module.
         on_capture: Called with the module for every graph that is captured.
+        host: Where results are kept that the plan sends; None where it sends none.
     """
 
     def __init__(
@@ -82,9 +85,10 @@ class PlanBackend:
         path: Path,
         calls: Calls,
         on_capture: Callable[[torch.nn.Module], None],
+        host: HostPlace | None = None,
     ) -> None:
         self._model, self._plan, self._warned_of_shapes, self._path = model, plan, warned_of_shapes, path
-        self._calls, self._on_capture = calls, on_capture
+        self._calls, self._on_capture, self._host = calls, on_capture, host
         self._captured: Counter[str] = Counter()  # how many graphs of each structure
         self._kept: Counter[str] = Counter()  # the same when Dynamo had finished the last function
         self._autocast: list[str] = []
@@ -312,7 +316,7 @@ class PlanBackend:
             return function
 
         backward = UndefinedGradients(lambda module: lower(module, "backward"))
-        read_again = ReadAgain(self._plan, graph, example_inputs)
+        read_again = ReadAgain(self._plan, graph, example_inputs, self._host)
         unused = spec.unused_outputs
         context = HookContext(graph, self._plan, unused, self._autocast, self._calls, warn)
         # Outputs are replaced before other hooks look at them.
@@ -368,8 +372,9 @@ class PlanBackend:
 
     def _sequence(
         self, graph: GraphModule, record: GraphRecord | None, joint: JointGraph, warn: Callable[[str], None]
-    ) -> tuple[Sequence[int], Sequence[int]]:
-        """The operations that a graph's backward runs, in order, and those of them that read bits.
+    ) -> tuple[Sequence[int], Sequence[int], Mapping[int, int]]:
+        """The operations that a graph's backward runs, in order, those of them that read bits or fetch, and
+        behind which operations what they fetch has been sent.
 
         Warns where the plan is not followed exactly.
         """
@@ -377,17 +382,15 @@ class PlanBackend:
             remapped = max((remap_schedule(g, joint) for g in self._plan.graphs), key=lambda a: a.followed)
             if message := self._path.note_other(remapped.followed, structure_of(graph)):
                 warn(message)
-            return remapped.backward, remapped.packed
+            return remapped.backward, remapped.packed, {}
         self._path.follow(record)
         if not matches(record, joint):
-            if same_operations(record, joint) and not all(
-                joint.ops[i].recomputable for i in record.recomputed
-            ):
+            if same_operations(record, joint) and not reruns_what_may_run(record, joint):
                 warn(
                     "the plan re-runs operations that must not run again; it runs without recomputation. "
                     "Plan it again"
                 )
-                return no_recomputation(joint), ()
+                return no_recomputation(joint), (), {}
             remapped = remap_schedule(record, joint)
             fits = fits_whole(self._plan, record, joint, other_shapes=self._warned_of_shapes())
             if not fits and (not remapped.only_less or grown(record, joint)):
@@ -397,7 +400,7 @@ class PlanBackend:
                     f"re-runs it re-runs the {remapped.followed} that are there, and may exceed the budget. "
                     "Plan it again"
                 )
-            return remapped.backward, remapped.packed
+            return remapped.backward, remapped.packed, {}
         same = joint.fingerprint == record.fingerprint
         if not same and grown(record, joint) and not self._warned_of_shapes():
             warn(
@@ -405,7 +408,7 @@ class PlanBackend:
                 f"although the inputs have the planned shapes: {why_grown(self._plan, self._model())}. The "
                 "step may exceed the budget. Plan it again as it is now, or where it takes most"
             )
-        return record.backward, record.packed
+        return record.backward, record.packed, record.completed_by(record.forward_length)
 
     def _why_other_operations(self) -> str:
         then, now = self._plan.model.autocast, self._autocast

@@ -48,7 +48,8 @@ class Alike:
 
 
 def _key(program: GraphRecord) -> tuple[Any, ...]:
-    return tuple(program.backward), tuple(program.packed), GraphSpec.of(program).digest
+    packed = tuple(program.packed), tuple(program.completed)
+    return tuple(program.backward), packed, GraphSpec.of(program).digest
 
 
 def alike(plan: PlanRecord, structure: str) -> Alike:

@@ -4,6 +4,7 @@ The planned module is the same object: its class, attributes, parameters, ``stat
 hooks stay. Only its call goes, while it trains, through the graphs that the plan describes.
 """
 
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ import torch
 
 from planner._torch import dynamo, modules
 from planner._torch.compat import graphs_are_off
+from planner._torch.execution.host_place import HostPlace
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner._torch.tracing.definitions import Definitions
 from planner.blocks.running import blocks_run_as_written
@@ -48,13 +50,14 @@ def apply(
     loss: Loss | None = None,
     arena: bool = True,
     backend_options: Mapping[str, bool | int | float | str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
 ) -> torch.nn.Module:
     """Make a module train by a plan, in place; nothing where plans are off (``PLANNER=0``).
 
     Args:
         plan: A plan that was made for a module of the same class and state.
         model: The module. A plan that is installed already is replaced.
-        on_new_shape, loss, arena, backend_options: See :meth:`Plan.apply`.
+        on_new_shape, loss, arena, backend_options, offload_folder: See :meth:`Plan.apply`.
 
     Returns:
         The same module.
@@ -66,7 +69,14 @@ def apply(
     checked(on_new_shape)
     check_fits(plan, model, backend_options)
     if not plans_are_off():
-        put_in(plan, model, on_new_shape=on_new_shape, loss=loss, arena=arena)
+        put_in(
+            plan,
+            model,
+            on_new_shape=on_new_shape,
+            loss=loss,
+            arena=arena,
+            offload_folder=offload_folder,
+        )
     return model
 
 
@@ -88,6 +98,11 @@ def check_fits(
     """
     if plan.target.backend != "replay" and (off := graphs_are_off()) is not None:
         raise PlannerError(f"{off}, which this plan runs: plan again with backend='replay'")
+    if plan.target.offload == "host":
+        raise PlannerError(
+            "a plan with offload='host' says what a step takes, and is not run yet: plan with "
+            "offload='none', or for the CPU with offload='disk'"
+        )
     if not isinstance(model, torch.nn.Module):
         raise PlanMismatch(f"a plan is applied to an nn.Module, not to {type(model).__name__}")
     refuse_without_shape(model, "apply the plan to")
@@ -117,6 +132,7 @@ def put_in(
     on_new_shape: OnNewShape = "reapply",
     loss: Loss | None = None,
     arena: bool = True,
+    offload_folder: str | os.PathLike[str] | None = None,
 ) -> PlanCall:
     """Install a plan that is known to be for this module, in place of one that is there."""
     installed = modules.installed_call(model)
@@ -126,7 +142,7 @@ def put_in(
     for part in map(modules.installed_call, model.modules()):
         if isinstance(part, InstalledCall):
             part.unplanned.planned_call()  # it runs by this plan, not by its own
-    call = _install(model, plan, previous, on_new_shape, loss, arena)
+    call = _install(model, plan, previous, on_new_shape, loss, arena, offload_folder)
     call.unplanned.wait()
     return call
 
@@ -150,9 +166,19 @@ def _install(
     on_new_shape: OnNewShape = "reapply",
     loss: Loss | None = None,
     arena: bool = True,
+    offload_folder: str | os.PathLike[str] | None = None,
 ) -> PlanCall:
     kind = ReplayedCall if plan.target.backend == "replay" else PlannedCall
-    call = kind(model, plan, previous, on_new_shape, loss, arena=arena, unpickled=unpickled)
+    call = kind(
+        model,
+        plan,
+        previous,
+        on_new_shape,
+        loss,
+        arena=arena,
+        unpickled=unpickled,
+        offload_folder=offload_folder,
+    )
     install(model, call)
     return call
 
@@ -187,7 +213,9 @@ class PlannedCall(PlanCall):
         model, plan = self._model, self.plan
         self._calls = Calls(warn, plan.target.in_flight)
         self._regions = RunningRegions(plan.model.regions, self.unplanned.region_in_checkpoint)
-        compile_ = partial(_compiled, weakref.ref(model), id(_own_forward(model)), self._calls, self._regions)
+        host = None if plan.target.offload == "none" else HostPlace(self.offload_folder)
+        forward = id(_own_forward(model))
+        compile_ = partial(_compiled, weakref.ref(model), forward, self._calls, self._regions, host)
         self._shapes = NewShapes(model, plan, self.on_new_shape, compile_, self.loss)
         self._warned_of_casts = False
         self._definitions: Definitions | None = None  # at the first planned step
@@ -263,6 +291,7 @@ def _compiled(
     forward: int,
     calls: Calls,
     regions: RunningRegions,
+    host: HostPlace | None,
     plan: PlanRecord,
     warned_of_shapes: Callable[[], bool],
     other_paths: OtherPaths,
@@ -278,7 +307,9 @@ def _compiled(
         paths = [
             Path(plan, captured_again=once_more, others=other_paths, replaced=replaced) for _ in range(2)
         ]
-        backends = [PlanBackend(model, plan, warned_of_shapes, path, calls, _captured) for path in paths]
+        backends = [
+            PlanBackend(model, plan, warned_of_shapes, path, calls, _captured, host) for path in paths
+        ]
         compiled, in_regions = (
             dynamo.dynamo_compile_shapes(
                 run_forward,

@@ -1,5 +1,6 @@
 """The call of a planned module: its guards, and the choice of a program. Subclasses follow the plan."""
 
+import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -35,7 +36,7 @@ class PlanCall(InstalledCall):
 
     Attributes:
         plan: The plan.
-        on_new_shape, loss, arena: As they were given to :func:`planner.runtime.install.apply`.
+        on_new_shape, loss, arena, offload_folder: As :func:`planner.runtime.install.apply` was given them.
         when_accumulating: Asked where gradients are there when a step begins, and the plan counts none.
         when_changed: Asked before every step, where parameters may have grown or thawed.
     """
@@ -53,6 +54,7 @@ class PlanCall(InstalledCall):
         *,
         arena: bool = True,
         unpickled: Callable[..., Any],
+        offload_folder: str | os.PathLike[str] | None = None,
     ) -> None:
         """
         Args:
@@ -60,7 +62,7 @@ class PlanCall(InstalledCall):
         """
         super().__init__(model, previous, plan.model.training)
         self.plan, self.on_new_shape, self.loss, self._unpickled = plan, on_new_shape, loss, unpickled
-        self.arena = arena
+        self.arena, self.offload_folder = arena, offload_folder
         self._arena = Arena.of(plan.whole_step if arena else None, plan.resident)
         self._ranks = Ranks(plan, on_new_shape)
         self.when_accumulating: Instead | None = None
@@ -87,6 +89,7 @@ class PlanCall(InstalledCall):
             self.loss,
             arena=self.arena,
             unpickled=self._unpickled,
+            offload_folder=self.offload_folder,
         )
         install(copied, call)
 

@@ -4,13 +4,14 @@ These are inputs that re-runs read (:mod:`planner.graph.overwritten`), and resul
 PyTorch hands out views of kept results and does not notice writes to them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from planner._torch import autograd, fake, module_paths, versions
+from planner._torch.execution.host_place import HostPlace
 from planner._torch.joint import aot_metadata
 from planner.compiled.graph_hook import GraphHook
 from planner.errors import InputsChanged
@@ -27,10 +28,17 @@ class ReadAgain(GraphHook):
     Args:
         plan: The plan.
         graph, example_inputs: The captured forward, and the inputs that it was captured with.
+        host: Where results are kept that the plan sends.
     """
 
-    def __init__(self, plan: PlanRecord, graph: GraphModule, example_inputs: Sequence[Any]) -> None:
-        self._plan, self._graph = plan, graph
+    def __init__(
+        self,
+        plan: PlanRecord,
+        graph: GraphModule,
+        example_inputs: Sequence[Any],
+        host: HostPlace | None = None,
+    ) -> None:
+        self._plan, self._graph, self._host = plan, graph, host
         # Not the inputs themselves: the hook would hold the first batch for good.
         self._parameters = [isinstance(x, torch.nn.Parameter) for x in example_inputs]
         self._positions: list[int] = []  # of the inputs that only re-runs read
@@ -40,11 +48,19 @@ class ReadAgain(GraphHook):
     def on_traced(self, traced: TracedGraph) -> None:
         self._outputs = aot_metadata.output_positions(traced.joint, traced.forward_outputs)
 
-    def emitted(self, joint: JointGraph, backward: Sequence[int], packed: Collection[int]) -> Partition:
+    def emitted(
+        self,
+        joint: JointGraph,
+        backward: Sequence[int],
+        packed: Collection[int],
+        completed: Mapping[int, int],
+    ) -> Partition:
         """The graphs of a schedule, see :func:`planner.lowering.partition.partition`."""
         joint.to_copy = to_copy(joint, self._parameters)
         copying = self._plan.target.inputs == "overwritten"
-        halves = partition(joint, backward, copying=copying, packed=packed)
+        halves = partition(
+            joint, backward, copying=copying, packed=packed, host=self._host, completed=completed
+        )
         positions = map(aot_metadata.input_position, halves.read_again)
         count = len(self._graph.graph.find_nodes(op="placeholder"))
         self._positions = sorted(p for p in positions if p is not None and p < count)

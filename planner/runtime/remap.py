@@ -18,6 +18,7 @@ from planner._torch import fake
 from planner.costs.host_tensors import made_on_host
 from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.replay.packed import is_mask
+from planner.graph.sent import sent_node
 from planner.graph.signs import relu_before
 from planner.graph.spec import GraphSpec
 from planner.planfile.fingerprint import state_digest
@@ -67,9 +68,10 @@ def _remap(record: GraphRecord, joint: JointGraph, place: Callable[[str], str]) 
     found = [(op.name, place(op.module)) for op in joint.ops]
     forward = _matched(known[: record.forward_length], found[:split])
     backward = _matched(known[record.forward_length :], found[split:])
-    rerun = {forward[i] for i in record.recomputed if i in forward and joint.ops[forward[i]].recomputable}
-    packed = {forward[i] for i in record.packed if forward.get(i) in rerun}
-    packed = {i for i in packed if is_mask(joint.ops[i].node)}
+    packed = {forward[i] for i in record.packed if i in forward and _may_be_kept(joint, forward[i])}
+    rerun = {forward[i] for i in record.recomputed if i in forward}
+    rerun = {i for i in rerun if i in packed or joint.ops[i].recomputable}
+    packed &= rerun
     of_backward = {
         backward[i - record.forward_length] for i in record.packed if i - record.forward_length in backward
     }
@@ -255,12 +257,22 @@ def matches(record: GraphRecord, joint: JointGraph) -> bool:
     """Whether a graph has the operations of a plan's graph, and may re-run those that the plan re-runs."""
     return (
         same_operations(record, joint)
-        and all(joint.ops[index].recomputable for index in record.recomputed)
+        and reruns_what_may_run(record, joint)
         and all(
-            is_mask(joint.ops[index].node) or relu_before(joint, joint.ops[index]) is not None
+            _may_be_kept(joint, index) or relu_before(joint, joint.ops[index]) is not None
             for index in record.packed
         )
     )
+
+
+def reruns_what_may_run(record: GraphRecord, joint: JointGraph) -> bool:
+    """Whether a graph's operations that a plan re-runs, and does not unpack or fetch, may run again."""
+    return all(joint.ops[index].recomputable for index in set(record.recomputed).difference(record.packed))
+
+
+def _may_be_kept(joint: JointGraph, index: int) -> bool:
+    """Whether what an operation makes can be kept as bits, or on the host."""
+    return is_mask(joint.ops[index].node) or sent_node(joint, joint.ops[index]) is not None
 
 
 def total_bytes(joint: JointGraph) -> int:

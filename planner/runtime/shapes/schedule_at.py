@@ -1,7 +1,7 @@
 """A plan's schedule for a step that was captured again, at other shapes perhaps."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,11 +13,15 @@ from planner.planfile.plan import GraphRecord, PlanRecord
 from planner.planning.prepare import Prepared
 from planner.planning.split import split_as
 from planner.problem.build import Problem
-from planner.problem.encodings import packed_as
+from planner.problem.encodings import Name, packed_as
+from planner.problem.link import with_waits
 from planner.runtime.executions import runs_of
 from planner.runtime.remap import remap_schedule
 from solvers.model.arrays import Schedule
 from solvers.model.indices import BaseOp, RowId, numbered
+
+_Decided = tuple[Sequence[int], Sequence[int], Mapping[int, int]]
+"""What a backward runs, what of that is packed, and behind what it is on the host."""
 
 
 def schedule_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedule]:
@@ -38,23 +42,28 @@ def schedule_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedul
     planned = [graph for graph in plan.graphs if not graph.places]
     if len(homes) != len(planned):
         raise PlanMismatch(f"it is captured as {len(homes)} graphs, the plan has {len(planned)}")
-    decided: list[list[tuple[Sequence[int], Sequence[int]]]] = [[] for _ in captured.graphs]
+    decided: list[list[_Decided]] = [[] for _ in captured.graphs]
     for home, graph in zip(homes, planned, strict=True):
         programs = [plan.graphs[i].by_execution[n] for i, n in runs_of(plan, graph)]
         for i, places in captured.places_of(home, executions).items():
             joint = captured.graphs[i].joint
             assert joint is not None
             decided[i] = [_sequence(programs[min(place, len(programs) - 1)], joint) for place in places]
-    masks = {
-        (source.graph, source.instance, source.op)
-        for source in sources
-        if source.graph >= 0
-        and (runs := decided[source.graph])
-        and source.op in runs[min(source.instance, len(runs) - 1)][1]
-    }
-    packing = replace(prepared, problem=packed_as(prepared.problem, prepared.packings, masks))
-    sequences = [[backward for backward, _ in runs] for runs in decided]
-    return packing, schedule_of(packing.problem, captured, sequences)
+    masks, completed = set[Name](), dict[Name, Name]()
+    for source in sources:
+        if source.graph >= 0 and (runs := decided[source.graph]):
+            _, packed, later = runs[min(source.instance, len(runs) - 1)]
+            name = source.graph, source.instance, source.op
+            if source.op in packed:
+                masks.add(name)
+            if source.op in later:
+                completed[name] = source.graph, source.instance, later[source.op]
+    made = packed_as(prepared.problem, prepared.packings, masks, completed)
+    problem = prepared.problem if made is None else made.problem
+    schedule = schedule_of(problem, captured, [[backward for backward, *_ in runs] for runs in decided])
+    if made is not None and problem.host_bytes:
+        problem = with_waits(prepared.problem, made, schedule)
+    return replace(prepared, problem=problem), schedule
 
 
 def _replayed_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedule]:
@@ -65,8 +74,9 @@ def _replayed_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedu
             "its forward takes another path than the plan's, as on another device: plan it for this one"
         )
     masks = {(0, 0, op) for op in record.packed}
-    packing = replace(prepared, problem=packed_as(prepared.problem, prepared.packings, masks))
-    problem = packing.problem
+    made = packed_as(prepared.problem, prepared.packings, masks)
+    problem = prepared.problem if made is None else made.problem
+    packing = replace(prepared, problem=problem)
     rows = {source.op: row for row, source in numbered(BaseOp, problem.sources) if source.graph >= 0}
     before: dict[int, list[RowId]] = {}
     waiting: list[RowId] = []
@@ -109,11 +119,11 @@ def schedule_of(
     return np.array(schedule, dtype=np.int64)
 
 
-def _sequence(record: GraphRecord, joint: JointGraph) -> tuple[Sequence[int], Sequence[int]]:
+def _sequence(record: GraphRecord, joint: JointGraph) -> _Decided:
     same = len(joint.ops) == len(record.ops) and all(
         op.name == known.name for op, known in zip(joint.ops, record.ops, strict=True)
     )
     if same:
-        return record.backward, record.packed
+        return record.backward, record.packed, record.completed_by(record.forward_length)
     remapped = remap_schedule(record, joint)
-    return remapped.backward, remapped.packed
+    return remapped.backward, remapped.packed, {}

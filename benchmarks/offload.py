@@ -1,0 +1,158 @@
+"""Results on the host: frontiers of recomputing alone and with offload, beside what trainers do by hand.
+
+    python benchmarks/offload.py [--devices V100-32GB H100] [--models bert-large gpt2-xl ...]
+                                 [--out docs/results/offload.md]
+
+Every model is captured once a device, without data, and all is predicted by the same simulator, in the
+seconds of the device's roofline and of its link. Three ways by hand are the budgets: blocks recomputed whole,
+as ``torch.utils.checkpoint`` around each does it; the same with their inputs on the host; and all on the host
+that the backward reads, nothing recomputed. They send and fetch as early as a plan would that takes no more
+memory than they. Plans are made within the same peak, with offload and without.
+"""
+
+import argparse
+import re
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import planner
+from benchmarks.models import MODELS, build
+from planner.planning.prepare import Prepared
+from planner.problem.encodings import packed
+from planner.problem.link import overlapped
+from planner.user_plan import Plan
+from solvers.model.arrays import Schedule
+from solvers.model.schedule import crosses, lifetimes, simulate
+from solvers.whole_blocks import OUTSIDE, recompute_blocks
+
+GB = 1e9
+DEFAULT = ("bert-large", "gpt2-xl", "llama-7b", "t5-base", "resnet-152")
+PAGE = """# Results on the host
+
+`python benchmarks/offload.py --out docs/results/offload.md`
+
+Predicted, not run: dynamic peaks over entry, in GB, and extra time over the step that recomputes nothing, for
+models of [the frontiers](frontier.md) at full size in single precision. V100: PCI Express 3.0, 15.75 GB/s
+each way; H100: 5.0, 63 GB/s. *By hand* is what blocks recomputed whole take, the same with their inputs on
+the host, and everything on the host; beside it are plans within that peak, recomputing alone and with
+`offload="host"`, and what the latter keep on the host. The last row has the least peaks of both.
+
+| model | device | way | peak | by hand | recomputing alone | with offload | on the host |
+|---|---|---|---:|---:|---:|---:|---:|
+"""
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """A way that trainers take: its dynamic peak and its seconds."""
+
+    name: str
+    peak_bytes: int
+    seconds: float
+
+
+def by_hand(step: Prepared) -> list[ByHand]:
+    """The ways by hand."""
+    graph = step.problem.graph
+    blocks: dict[str, int] = {}
+    block = np.full(graph.base_length, OUTSIDE, dtype=np.int64)
+    for row in graph.forward_ops:
+        inside = re.match(r".*?\b\d+(?=\.|$)", graph.ops[row].module)
+        if inside:
+            block[row] = blocks.setdefault(inside[0], len(blocks))
+    recomputed = recompute_blocks(graph, block)
+    plain = simulate(graph, recomputed)
+    return [
+        ByHand("each block", plain.peak_bytes, plain.seconds),
+        _sent("each block, inputs on the host", step, recomputed),
+        _sent("everything on the host", step, graph.base_schedule),
+    ]
+
+
+def _sent(name: str, step: Prepared, schedule: Schedule) -> ByHand:
+    """A schedule with all that it keeps sent to the host, and fetched where it is read first."""
+    graph = step.problem.graph
+    lives = lifetimes(graph, schedule)
+    kept = set(lives.value[crosses(graph, lives)].tolist())
+    made = packed(step.problem, [p for p in step.packings if p.value in kept])
+    waiting = {p.value: p for p in made.packings}
+    rows = list(range(made.problem.graph.forward_length))
+    for row in schedule.tolist()[graph.forward_length :]:
+        read = [v for v in graph.ops[row].inputs if v in waiting]
+        rows += [made.row_of["unpack", waiting.pop(v).row] for v in read]
+        rows.append(made.row_of["run", row])
+    problem, moved = overlapped(step.problem, made, np.array(rows, dtype=np.int64))
+    line = simulate(problem.graph, moved)
+    return ByHand(name, line.peak_bytes, line.seconds)
+
+
+def rows_of(name: str, device: str) -> list[str]:
+    """The rows of the page for a model on a device."""
+    model, args, kwargs = build(name)
+    step = planner.prepare(
+        model,
+        args,
+        kwargs,
+        device=device,
+        offload="host",
+        backend="graph",
+        costs="roofline",
+        encodings="none",
+    )
+    prepared = step._prepared
+    alone = planner.PreparedStep(
+        replace(prepared, packings=(), options=replace(prepared.options, offload="none"))
+    )
+    total, resident = prepared.baseline_whole_step.allocated_bytes, prepared.resident.total
+    found = []
+
+    def planned(one: planner.PreparedStep, peak_bytes: int) -> Plan | None:
+        share = 100 * (resident + peak_bytes) / total
+        try:
+            return one.plan(f"{share:.9f}%")
+        except planner.InfeasibleBudget:
+            return None
+
+    for way in by_hand(prepared):
+        plans = [planned(one, way.peak_bytes) for one in (alone, step)]
+        extra = way.seconds / prepared.problem.graph.base_seconds - 1
+        found.append(_row(name, device, way.name, f"{way.peak_bytes / GB:.2f}", f"{extra:+.1%}", *plans))
+    least = [one.plan("min") for one in (alone, step)]
+    peaks = " / ".join(f"{plan.predicted.dynamic_peak_bytes / GB:.2f}" for plan in least)
+    found.append(_row(name, device, "least peak", peaks, "", *least))
+    return found
+
+
+def _row(
+    name: str, device: str, way: str, peak: str, extra: str, alone: Plan | None, both: Plan | None
+) -> str:
+    times = [
+        "not possible" if p is None else f"{p.predicted.seconds / p.no_recompute.seconds - 1:+.1%}"
+        for p in (alone, both)
+    ]
+    there = "" if both is None or both.whole_step is None else f"{both.whole_step.host_bytes / GB:.2f}"
+    return f"| {name} | {device} | {way} | {peak} | {extra} | {times[0]} | {times[1]} | {there} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--devices", nargs="+", default=["V100-32GB", "H100"])
+    parser.add_argument("--models", nargs="+", default=DEFAULT, choices=[*MODELS])
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    rows: list[str] = []
+    for name in given.models:
+        for device in given.devices:
+            rows += rows_of(name, device)
+            print("\n".join(rows[-4:]), flush=True)
+            if given.out is not None:
+                given.out.write_text(PAGE + "\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()

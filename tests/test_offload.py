@@ -1,0 +1,233 @@
+"""Results that are kept in files until the backward fetches them: the same bits, and the predicted peak."""
+
+import copy
+import gc
+import pickle
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.fx import Graph as FxGraph
+
+import planner
+from planner import Plan
+from planner._torch.execution import host_place
+from planner._torch.execution.host_place import HostPlace
+from planner.errors import PlannerError
+from planner.lowering.transfers import check_transfers
+from planner.planning.encodings import Solved
+from planner.planning.make_plan import make_plan
+from planner.planning.prepare import Prepared
+from planner.problem.encodings import packed
+from planner.problem.link import overlapped
+from solvers.model.just_in_time import recompute
+from solvers.model.schedule import check, simulate
+from solvers.model.solution import Solution, Status
+
+X = torch.randn(512, 64)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.widen, self.narrow, self.norm = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+            nn.LayerNorm(width),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(F.dropout(F.gelu(self.widen(self.norm(x))), 0.1, self.training))
+
+
+def blocks() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(64) for _ in range(2))).train()
+
+
+def squares(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean()
+
+
+def prepared(model: nn.Module) -> planner.PreparedStep:
+    return planner.prepare(model, X, loss=squares, offload="disk", backend="graph", costs="roofline")
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return prepared(blocks()).plan("min", solver="sqrt_n")
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def forward(model: nn.Module, seed: int = 1) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return squares(model(X))
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, found, expected))
+
+
+def test_bits_and_bytes_are_as_promised_below_the_least_peak(plan: Plan) -> None:
+    model = blocks()
+    least = planner.plan(
+        model, (X,), budget="min", loss=squares, solver="sqrt_n", backend="graph", encodings="none"
+    )
+    assert plan.predicted.peak_bytes < least.predicted.peak_bytes
+    assert plan.target.offload == "disk"
+    assert plan.whole_step.host_bytes > 0
+    report = planner.verify(model, (X,), plan=Plan.loads(plan.dumps()), loss=squares)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_whatever_is_sent_and_however_slowly(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, model = random.Random(seed), blocks()
+
+    def slowly(tensors: list[torch.Tensor]) -> None:
+        time.sleep(draw.random() * 4e-3)
+        whole(tensors)
+        time.sleep(draw.random() * 2e-3)
+
+    whole = host_place._copy
+    monkeypatch.setattr(host_place, "_copy", slowly)
+    random_plan = decided_at_random(prepared(model)._prepared, draw)
+    report = planner.verify(model, (X,), plan=random_plan, loss=squares)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == random_plan.predicted.dynamic_peak_bytes
+
+
+def decided_at_random(step: Prepared, draw: random.Random) -> Plan:
+    """A plan that sends, keeps and recomputes at random, over a link of any speed."""
+    speed = 10 ** draw.uniform(-1.5, 1.5)
+    some = [
+        replace(p, send_seconds=p.send_seconds * speed, fetch_seconds=p.fetch_seconds * speed)
+        for p in step.packings
+        if draw.random() < 0.7
+    ]
+    offer = packed(step.problem, some)
+    kept = np.array([draw.random() < 0.5 for _ in offer.problem.graph.values])
+    schedule = recompute(offer.problem.graph, kept)
+    made = packed(step.problem, offer.unpacked_in(schedule))
+    schedule = made.follow(offer, schedule)
+    problem, moved = overlapped(step.problem, made, schedule)
+    check(problem.graph, moved)
+    before, after = simulate(made.problem.graph, schedule), simulate(problem.graph, moved)
+    runs = np.bincount(schedule, minlength=len(made.forms))
+    one_by_one = sum(
+        p.send_seconds + p.fetch_seconds * runs[made.row_of["unpack", p.row]] for p in made.packings
+    )
+    assert made.packings
+    assert after.peak_bytes <= before.peak_bytes
+    assert before.seconds <= after.seconds + 1e-9
+    assert after.seconds <= before.seconds + one_by_one + 1e-9
+    solution = Solution("auto", Status.FEASIBLE, moved, after.peak_bytes, after.seconds, 0.0)
+    return Plan.of(make_plan(step, Solved(solution, problem), step.budget("min")))
+
+
+def test_steps_of_all_kinds_find_what_they_sent(plan: Plan, tmp_path: Path) -> None:
+    model, unplanned = blocks(), blocks()
+    expected = [gradients(unplanned, forward(unplanned, seed)) for seed in (1, 2)]
+    plan.apply(model, offload_folder=tmp_path)
+    forward(model)  # whose backward never comes
+    first, second = forward(model, 1), forward(model, 2)  # two before a backward
+    with torch.no_grad():
+        model(X)
+    assert same(gradients(model, second), expected[1])
+    again = torch.autograd.grad(first, list(model.parameters()), retain_graph=True)
+    assert same(list(again), expected[0])
+    assert same(gradients(model, first), expected[0])
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert same(gradients(copied, forward(copied)), expected[0])
+    assert list(tmp_path.iterdir()) == []
+    planner.remove(model)
+    assert same(gradients(model, forward(model)), expected[0])
+
+
+def test_the_host_takes_what_the_plan_says(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[HostPlace] = []
+    made = HostPlace.__init__
+    monkeypatch.setattr(HostPlace, "__init__", lambda place, *a: (places.append(place), made(place, *a))[1])
+    model = plan.apply(blocks())
+    for _ in range(3):
+        forward(model).backward()
+        gc.collect()
+    assert [place.bytes for place in places] == [plan.whole_step.host_bytes]
+
+
+def test_a_folder_without_room_is_an_error_that_names_it(tmp_path: Path) -> None:
+    place = HostPlace(tmp_path / "away")
+    with pytest.raises(PlannerError, match=r"away has no room for 256 more bytes.*offload_folder="):
+        place.send(torch.zeros(64))
+
+
+def test_an_error_of_a_copy_is_raised_where_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(tensors: list[torch.Tensor]) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(host_place, "_copy", broken)
+    place, tensor = HostPlace(), torch.zeros(64)
+    kept = place.send(tensor)
+    with pytest.raises(OSError, match="the disk is gone"):
+        place.sent(kept, tensor)
+
+
+def test_strides_and_numbers_come_back() -> None:
+    place = HostPlace()
+    for tensor in (torch.randn(4, 6).t(), torch.randn(3, 5).bfloat16(), torch.ones(2, 3) > 0):
+        kept = place.sent(place.send(tensor), tensor)
+        back = place.fetched(place.fetch(kept))
+        assert back.stride() == tensor.stride()
+        assert torch.equal(back, tensor)
+
+
+def test_a_graph_that_reads_too_early_is_found() -> None:
+    place, graph = HostPlace(), FxGraph()
+    kept = graph.placeholder("kept")
+    fetched = graph.call_function(place.fetch, (kept,))
+    graph.output(graph.call_function(torch.neg, (fetched,)))
+    with pytest.raises(AssertionError):
+        check_transfers(graph, place)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    model = blocks()
+    for given, match in (
+        ({"offload": "tape"}, "offload='tape'"),
+        ({"offload": "host"}, "expected 'none' or 'disk' for device cpu"),
+        ({"offload": "disk", "device": "H100"}, "expected 'none' or 'host' for device H100"),
+        ({"offload": "disk", "backend": "replay"}, "leave backend= out"),
+        ({"offload": "disk", "host_budget": "60%"}, "host_budget='60%'"),
+        ({"host_budget": "1GiB"}, "host_budget=: expected none"),
+    ):
+        with pytest.raises(PlannerError, match=match):
+            planner.plan(model, (X,), budget="min", loss=squares, **given)  # type: ignore[arg-type]
+
+
+def test_no_more_than_the_host_budget_is_sent(plan: Plan) -> None:
+    budget = plan.whole_step.host_bytes // 2
+    step = planner.prepare(
+        blocks(), X, loss=squares, offload="disk", host_budget=budget, backend="graph", costs="roofline"
+    )
+    assert 0 < step.plan("70%").whole_step.host_bytes <= budget
+
+
+def test_plans_for_a_gpu_say_what_they_would_take_and_are_not_run_yet() -> None:
+    with torch.device("meta"):
+        model = blocks()
+    made = planner.plan(
+        model, (X.to("meta"),), budget="min", loss=squares, solver="sqrt_n", device="H100", offload="host"
+    )
+    assert made.whole_step.host_bytes > 0
+    with pytest.raises(PlannerError, match="is not run yet: plan with"):
+        made.apply(model)
