@@ -83,8 +83,8 @@ LOOPS = [
         (
             Change(
                 "planner/verification/compared_steps.py",
-                "            if self._carries_history:\n                self._before.python.put_back_history()\n",
-                "",
+                "            if self._carries_history:\n",
+                "            if False:\n",
             ),
         ),
         ("tests/test_carried_history.py::test_neurons_that_are_set_back_between_steps_are_planned",),

@@ -55,8 +55,7 @@ class RecordedGraph:
         self._saved.clear()
 
     def halves(self, joint: JointGraph) -> tuple[GraphModule, GraphModule]:
-        """Stand-ins for forward and backward of a joint graph, for AOTAutograd, with the inputs and results of
-        these."""
+        """Stand-ins for forward and backward of a joint graph, with their inputs and results, for AOTAutograd."""
         self.joint = joint
         if self._data:
             self._halves = partition(joint, no_recomputation(joint))
