@@ -55,7 +55,7 @@ class RecordedGraph:
         self._saved.clear()
 
     def halves(self, joint: JointGraph) -> tuple[GraphModule, GraphModule]:
-        """Stand-ins for forward and backward of a joint graph, with their inputs and results, for AOTAutograd."""
+        """Stand-ins for forward and backward of a joint graph, which AOTAutograd compiles in their place."""
         self.joint = joint
         if self._data:
             self._halves = partition(joint, no_recomputation(joint))
