@@ -114,7 +114,7 @@ def test_models_and_inputs(use: Callable[[nn.Module, torch.Tensor], None], build
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("use", [_plans, _applies, _removes, _first_call, _in_regions])
+@pytest.mark.parametrize("use", [_applies, _in_regions])
 @pytest.mark.filterwarnings("ignore::planner.PlanWarning")
 def test_what_was_compiled_of_code_behind_a_break(use: Callable[[nn.Module, torch.Tensor], None]) -> None:
     """Dynamo hangs it on the code of the user's, or of a library's, which stays."""

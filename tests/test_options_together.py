@@ -92,7 +92,7 @@ _OPTIONS = st.fixed_dictionaries(
 
 @pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore::planner.PlanWarning")
-@settings(max_examples=16, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(list(_MODELS)), st.sampled_from(["60%", "80%", "min", "min@33%", "1GiB"]), _OPTIONS)
 def test_options_together(kind: Any, budget: str, options: dict[str, Any]) -> None:
     model, _, _ = layers(kind)

@@ -74,13 +74,11 @@ CASES: dict[str, tuple[Callable[[int], Built], planner.FSDP2 | planner.DDP]] = {
     "in pieces: BERT, data parallel": (_bert, planner.DDP(2, bucket_cap_mb=1)),
     "transformer, data parallel": (_transformer, planner.DDP(2, bucket_cap_mb=1)),
     "transformer, gradients in buckets": (_transformer, planner.DDP(2, gradient_as_bucket_view=True)),
-    "replayed: Llama, kept gathered, in half precision": (_llama, planner.FSDP2(2, False, **HALF)),
     "replayed: BERT": (_bert, planner.FSDP2(2)),
     "replayed: Llama, with a group that stays gathered": (
         _llama,
         planner.FSDP2(2, None, kept_gathered=("model.norm+lm_head",)),
     ),
-    "replayed: transformer, data parallel": (_transformer, planner.DDP(2, bucket_cap_mb=1)),
     "replayed: BERT, gradients in buckets": (_bert, planner.DDP(2, gradient_as_bucket_view=True)),
 }
 
