@@ -23,7 +23,7 @@ def _in_small(name: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, An
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", sorted({*REAL} - {"gpt", "resnet", "gpt2", "resnet50"}))  # bert and unet are like them
+@pytest.mark.parametrize("name", sorted({*REAL} - {"gpt", "resnet", "gpt2", "resnet50"}))  # as bert and unet
 def test_a_real_model_trains_within_its_budget(name: str) -> None:
     model, args, kwargs = _in_small(name)
     plans = planner.sweep(model, args, kwargs, budgets=["60%", "min"], time_limit=9)
