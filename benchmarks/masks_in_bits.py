@@ -32,7 +32,8 @@ from planner.planfile.budget import format_bytes
 from planner.planfile.plan import PlanRecord
 from planner.planning.encodings import offered
 from planner.planning.options import PlanOptions
-from planner.planning.prepare import Prepared, prepare
+from planner.planning.prepare import prepare
+from planner.planning.prepared import Prepared
 from planner.planning.solve import plan_prepared, room_bytes
 from planner.training_step.step import Step
 from planner.user_plan import Plan

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
 from benchmarks.models import MODELS, build
-from planner.planning.prepare import Prepared
+from planner.planning.prepared import Prepared
 from planner.problem.encodings import packed
 from planner.problem.link import overlapped
 from planner.user_plan import Plan

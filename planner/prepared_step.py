@@ -6,7 +6,7 @@ from typing import Unpack
 from planner.planfile.budget import parse_budget
 from planner.planfile.fingerprint import state_digest
 from planner.planning.options import PreparedKeywords, check_options, read_options, shows_options
-from planner.planning.prepare import Prepared
+from planner.planning.prepared import Prepared
 from planner.planning.solve import find_solver, plan_prepared
 from planner.progress import Progress, no_report
 from planner.training_step.inputs import InputError

@@ -17,7 +17,8 @@ from planner.allocator.caching_allocator import CachingAllocator, SimulatedOutOf
 from planner.allocator.training_loop import arena_of, reservation, run
 from planner.costs.devices import find_device
 from planner.planning.options import PlanOptions
-from planner.planning.prepare import Prepared, prepare
+from planner.planning.prepare import prepare
+from planner.planning.prepared import Prepared
 from planner.planning.solve import plan_prepared
 from planner.runtime.arena import Arena, CudaMemory, Segments
 from planner.training_step.step import Step

@@ -14,7 +14,7 @@ from planner.costs.devices import find_device
 from planner.costs.optimizer_step import OptimizerStep, optimizer_step
 from planner.errors import BudgetError
 from planner.planning.options import StepKeywords, read_options
-from planner.planning.prepare import Prepared
+from planner.planning.prepared import Prepared
 from planner.training_step.inputs import InputError
 from planner.training_step.step import Step
 from tests.small import small_gpt

@@ -23,7 +23,7 @@ from planner.errors import PlannerError
 from planner.lowering.transfers import check_transfers
 from planner.planning.encodings import Solved
 from planner.planning.make_plan import make_plan
-from planner.planning.prepare import Prepared
+from planner.planning.prepared import Prepared
 from planner.problem.encodings import packed
 from planner.problem.link import overlapped
 from solvers.model.just_in_time import recompute

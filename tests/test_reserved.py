@@ -14,7 +14,8 @@ from planner.allocator.training_loop import Allocations, TrainingLoop, reservati
 from planner.costs.devices import find_device
 from planner.planfile.budget import Budget
 from planner.planning.options import PlanOptions
-from planner.planning.prepare import Prepared, prepare
+from planner.planning.prepare import prepare
+from planner.planning.prepared import Prepared
 from planner.planning.solve import plan_prepared
 from planner.planning.within_budget import within_budget
 from planner.problem.allocations import planned_allocations

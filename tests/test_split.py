@@ -19,7 +19,8 @@ from planner.graph.joint_graph import read_joint
 from planner.graph.spec import Split, SplitForm
 from planner.graph.split.pieces import split_joint
 from planner.planning.options import PlanOptions
-from planner.planning.prepare import Prepared, prepare
+from planner.planning.prepare import prepare
+from planner.planning.prepared import Prepared
 from planner.planning.solve import _planned
 from planner.planning.split import _split
 from planner.training_step.step import Step

@@ -23,7 +23,8 @@ from planner.planfile.schema import WholeStep
 from planner.planning.encodings import total_bytes
 from planner.planning.make_plan import make_plan
 from planner.planning.options import PlanOptions
-from planner.planning.prepare import Prepared, prepare
+from planner.planning.prepare import prepare
+from planner.planning.prepared import Prepared
 from planner.planning.solve import reserving_no_more
 from planner.training_step.step import Step
 from solvers import portfolio

@@ -13,7 +13,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from planner.planning.options import PlanOptions
-from planner.planning.prepare import Prepared, prepare
+from planner.planning.prepare import prepare
+from planner.planning.prepared import Prepared
 from planner.training_step.step import Step
 from solvers import portfolio
 from solvers.model.arrays import Schedule

@@ -15,7 +15,7 @@ import numpy as np
 from planner.allocator.training_loop import Allocations
 from planner.costs.step_memory import StepMemoryModel
 from planner.planfile.schema import WholeStep
-from planner.planning.prepare import Prepared
+from planner.planning.prepared import Prepared
 from planner.problem.allocations import planned_allocations
 from solvers.model.arrays import PerStep, Schedule
 from solvers.model.graph import Graph

@@ -24,7 +24,8 @@ from planner.planning.options import (
     refuse_in_flight,
     shows_options,
 )
-from planner.planning.prepare import Prepared, prepare
+from planner.planning.prepare import prepare
+from planner.planning.prepared import Prepared
 from planner.planning.solve import find_solver
 from planner.planning.split import in_pieces
 from planner.progress import Progress

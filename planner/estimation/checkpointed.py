@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.errors import CaptureError
 from planner.estimation.table import Checkpointed
-from planner.planning.prepare import Prepared
+from planner.planning.prepared import Prepared
 from planner.problem.selection import SelectionError
 
 Change = Callable[[torch.nn.Module], None]

@@ -20,7 +20,7 @@ from planner.estimation.table import Checkpointed
 from planner.planfile.budget import Budget, parse_budget
 from planner.planfile.plan import PlanRecord
 from planner.planning.options import StepKeywords, shows_options
-from planner.planning.prepare import Prepared
+from planner.planning.prepared import Prepared
 from planner.planning.solve import find_solver, plan_prepared
 from planner.progress import Progress, no_report
 from planner.runtime.install import apply

@@ -21,7 +21,8 @@ from planner.planning.options import (
     refuse_in_flight,
     shows_options,
 )
-from planner.planning.prepare import Prepared, prepare
+from planner.planning.prepare import prepare
+from planner.planning.prepared import Prepared
 from planner.progress import Progress, no_report
 from planner.training_step.inputs import Inputs, check_model, read_step
 

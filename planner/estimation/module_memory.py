@@ -5,7 +5,7 @@ import torch
 
 from planner.costs.devices import round_bytes
 from planner.estimation.table import ModuleMemory
-from planner.planning.prepare import Prepared
+from planner.planning.prepared import Prepared
 from solvers.model.arrays import ValueIds
 from solvers.model.indices import BaseOp, ValueId, listed
 from solvers.model.schedule import alive_at, lifetimes, simulate

@@ -12,7 +12,7 @@ from planner.estimation.estimate import EstimateError, estimate_prepared, prepar
 from planner.estimation.module_memory import module_memory
 from planner.estimation.table import Checkpointed, Estimate
 from planner.planning.options import StepKeywords, shows_options
-from planner.planning.prepare import Prepared
+from planner.planning.prepared import Prepared
 from planner.progress import Progress, no_report
 from planner.training_step.inputs import Inputs
 from solvers.model.arrays import Schedule

@@ -5,7 +5,7 @@ import numpy as np
 from planner.costs.cuda_scratch.convolution import SEEN_ON
 from planner.costs.cudnn_workspace import CAP, runs_in_cudnn, workspace_cap
 from planner.planfile.budget import format_bytes
-from planner.planning.prepare import Prepared
+from planner.planning.prepared import Prepared
 from solvers.model.arrays import PerStep, Schedule
 from solvers.model.graph import Graph
 

@@ -9,7 +9,7 @@ import numpy as np
 from planner.planfile.budget import Budget
 from planner.planfile.schema import BoundCovers
 from planner.planning.backends import host_budget_bytes
-from planner.planning.prepare import Prepared
+from planner.planning.prepared import Prepared
 from planner.problem.build import Problem
 from planner.problem.encodings import PackedProblem, Packing, packed
 from planner.problem.link import overlapped

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from planner._torch.inductor.fusion_names import Fusion
 from planner.errors import PlannerError
 from planner.lowering.inductor import InductorLowering
-from planner.planning.prepare import Prepared
+from planner.planning.prepared import Prepared
 from planner.problem.emitted_step import EmittedStep, EmittedStepModel
 from planner.progress import Progress
 from solvers.model.arrays import Schedule

@@ -39,7 +39,8 @@ from planner.planfile.plan import (
 from planner.planfile.schema import shortened
 from planner.planning.cudnn_note import cudnn_note
 from planner.planning.encodings import Solved
-from planner.planning.prepare import Prepared, strides_in_memory, unmeasured
+from planner.planning.prepare import strides_in_memory, unmeasured
+from planner.planning.prepared import Prepared
 from planner.planning.step_record import step_record
 from planner.problem.build import Problem
 from planner.problem.emitted_step import EmittedStep

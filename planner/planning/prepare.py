@@ -1,11 +1,9 @@
-"""Putting a plan together: what was captured, what was solved, and what that promises."""
+"""Capturing a step, by graphs or for replays, and building its problem."""
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,7 +12,7 @@ from planner._torch.distributed import holds_dtensors, is_fully_sharded
 from planner._torch.dynamo import NOT_A_GRAPH
 from planner._torch.tracing.callbacks import compiled_modules
 from planner._torch.tracing.hindrances import no_other_thread_traces
-from planner.capture.capture import Most, capture, record_eagerly
+from planner.capture.capture import Most, capture
 from planner.capture.captured_step import CapturedStep, CudaKernels
 from planner.capture.decided_by_data import (
     HOUSEHOLDER,
@@ -28,34 +26,29 @@ from planner.capture.decided_by_data import (
 from planner.capture.writes_through_views import slower_by_writes
 from planner.costs.cuda_scratch import cuda_scratch
 from planner.costs.devices import Device, find_device, round_bytes, same_processor
-from planner.costs.eager_timeline import EagerTimeline, eager_timeline
 from planner.costs.kernel_timer import MeasuredCosts
-from planner.costs.optimizer_step import OF_ANOTHER_MODEL, is_of_another_model, optimizer_step
+from planner.costs.optimizer_step import OF_ANOTHER_MODEL, OptimizerStep, is_of_another_model, optimizer_step
 from planner.costs.roofline import Costs
 from planner.costs.step_memory import StepMemoryModel
 from planner.costs.workspace import WorkspaceMeter
 from planner.errors import CaptureError, PlannerError, warn, warnings_collected
+from planner.graph.joint_graph import JointGraph
 from planner.graph.overwritten import checked_inputs
 from planner.heap import room_on_the_stack
 from planner.interrupts import at_stages, held_interrupts
 from planner.parallel.rank import Rank, gradients_there
 from planner.parallel.strategies import FSDP2, read_parallel, refuse_for_tensor_parallel
-from planner.planfile.budget import Budget, parse_budget
 from planner.planfile.fingerprint import state_digest
-from planner.planfile.plan import (
-    Resident,
-    WholeStep,
-)
 from planner.planning.backends import check_backend, check_offload
 from planner.planning.cost_source import check_costs, find_costs
 from planner.planning.options import PlanOptions
+from planner.planning.prepared import Prepared
 from planner.planning.runnable import refuse_what_cannot_run
 from planner.planning.throughout import bytes_throughout
-from planner.problem.allocations import planned_allocations
 from planner.problem.build import Problem, build_problem
 from planner.problem.encodings import Packing, find_packings
 from planner.problem.offload import find_sendable
-from planner.progress import Progress, no_report
+from planner.progress import Progress, no_report, part_of
 from planner.replay.capture import ReplayedStep, capture_replayed
 from planner.replay.masks import find_masks
 from planner.replay.problem import build_replayed
@@ -63,11 +56,7 @@ from planner.training_step.inputs import InputError
 from planner.training_step.regions import RegionError, find_regions
 from planner.training_step.step import Step, tensors_in, unique_storages
 from planner.training_step.wrappers import refuse_sharded, refuse_without_shape, refuse_wrappers
-from solvers.model.arrays import Schedule
 from solvers.model.schedule import simulate
-
-if TYPE_CHECKING:
-    from planner.problem.emitted_step import EmittedStepModel  # which imports Inductor
 
 NEWEST = (9, 0)
 """Compute capability of devices that do not tell theirs."""
@@ -93,90 +82,6 @@ take three minutes by graphs, and a quarter of one by replays."""
 
 _SHOWN = 5
 """Compiled parts that are named."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A step that is ready to be solved, for any number of budgets."""
-
-    model: torch.nn.Module
-    step: Step
-    captured: CapturedStep
-    problem: Problem
-    footprint: StepMemoryModel
-    meter: WorkspaceMeter | None
-    costs: Costs
-    seconds: float
-    options: PlanOptions
-    packings: tuple[Packing, ...]
-    """The masks that can be kept as bits; with ``offload`` the results that can be kept on the host."""
-    state_digest: str
-    """Of the model as it was, see :func:`planner.planfile.fingerprint.state_digest`."""
-    cuda: CudaKernels | None
-    """What CUDA does where the CPU would do something else; None where the device is at hand."""
-    regions: tuple[str, ...] = ()
-    """Names of the submodules that are graphs of their own."""
-    rank: Rank | None = None
-    """What the step is one of several ranks'; None for a single process."""
-    as_run_bytes: int | None = None
-    """What the step allocates as the user runs it, with checkpoints that the plan goes in the place of;
-    percentages are of these. None where there are none."""
-    emitted_models: "dict[Any, EmittedStepModel]" = field(default_factory=dict, compare=False)
-    """What says what schedules take under Inductor, by its options: each is lowered once for all budgets."""
-
-    @property
-    def resident(self) -> Resident:
-        """Bytes that are there throughout."""
-        return self.footprint.resident
-
-    @property
-    def device(self) -> Device:
-        """Where the step will run."""
-        return self.footprint.device
-
-    @cached_property
-    def baseline_whole_step(self) -> WholeStep:
-        """The unplanned step with the optimizer's own."""
-        eager = self.problem.eager
-        return self.footprint.whole_step(eager.peak_bytes, eager.final_bytes, eager.allocations)
-
-    @cached_property
-    def reserving_whole_step(self) -> WholeStep:
-        """The unplanned step with segments reserved for it beforehand."""
-        eager = self.problem.eager
-        return self.footprint.whole_step(eager.peak_bytes, eager.final_bytes, eager.allocations, arena=True)
-
-    def whole_step(self, schedule: Schedule) -> WholeStep:
-        """The step by a schedule, with the optimizer's own."""
-        problem = self.problem
-        peak = simulate(problem.graph, schedule).peak_bytes
-        allocations = planned_allocations(problem.graph, schedule) if self.device.kind == "cuda" else None
-        return self.footprint.whole_step(peak, problem.final_bytes, allocations, arena=True)
-
-    def changed(self, change: Callable[[torch.nn.Module], object]) -> tuple[EagerTimeline, WholeStep]:
-        """The unplanned step of a copy of the model that is changed before, as by checkpoints.
-
-        Raises:
-            CaptureError: It cannot be run so.
-        """
-        options = self.options
-        recording = record_eagerly(
-            self.model, self.step, change, cuda=self.cuda, accumulate=options.accumulate, rank=self.rank
-        )
-        line = eager_timeline(recording, self.device, self.meter, self.costs)
-        return line, self.footprint.whole_step(line.peak_bytes, line.final_bytes, line.allocations)
-
-    def budget(self, value: int | str) -> Budget:
-        """Read a budget; percentages are of the unplanned step's allocated bytes, and bound allocated bytes.
-
-        Raises:
-            BudgetError: The budget cannot be read.
-        """
-        now = self.baseline_whole_step.allocated_bytes if self.as_run_bytes is None else self.as_run_bytes
-        wanted = parse_budget(value, now)
-        if wanted.bytes is None or not wanted.relative:
-            return wanted
-        return replace(wanted, bytes=self.footprint.around(wanted.bytes))
 
 
 def prepare(
@@ -273,131 +178,36 @@ def _prepare(
     """What :func:`prepare` does for one backend; ``most``: more is an error."""
     progress = at_stages(progress)
     step = replace(step, in_flight=options.in_flight)
-    refuse_without_shape(model, "plan")
-    refuse_wrappers(model, "plan")
-    if not isinstance(step.training, bool | None):
-        raise InputError(f"training is {step.training!r}; expected True or False")
-    notes = []
-    if step.training and not model.training:
-        notes.append(IN_EVALUATION)
-    refuse_sharded(model, "plan")  # also inside
-    for note in notes:
-        warn(note)
-    checked_inputs(options.inputs)
+    notes = _checked(model, step, options)
     rank, regions = _rank(model, options)
-    here = device_of(model, step)
-    target = find_device(options.device, here)
-    at_hand = here.type in ("cpu", "cuda") and same_processor(target, find_device(None, here))
-    check_costs(options.costs, here, target, at_hand=at_hand)
-    started = time.perf_counter()
-    check_offload(options, target)
-    elsewhere = target.kind == "cuda" and here.type != "cuda"
-    if options.attention is not None and not elsewhere:
-        warn(
-            f"attention={options.attention!r} is for plans for a GPU that is not here, and {here} does not "
-            "use it: leave it out"
-        )
-    cuda = CudaKernels(target.capability or NEWEST, options.attention, target.cudnn) if elsewhere else None
-    replaying = options.backend == "replay"
-    if replaying and holds_dtensors(model):
-        raise CaptureError(
-            "parameters of the model are distributed by parallelize_module, and replays follow plain "
-            "tensors: plan it with backend='graph'"
-        )
-    capturing = time.process_time()
-    if replaying:
-        captured: CapturedStep = capture_replayed(
-            model,
-            step,
-            lambda text, fraction: progress(text, 0.8 * fraction),
-            cuda=cuda,
-            accumulate=options.accumulate,
-            rank=rank,
-        )
-    else:
-        captured = capture(
-            model,
-            step,
-            lambda text, fraction: progress(text, 0.8 * fraction),
-            cuda=cuda,
-            accumulate=options.accumulate,
-            regions=regions,
-            rank=rank,
-            decided=options.backend == "inductor",
-            most=most,
-        )
+    where = _where(model, step, options)
+    started, capturing = time.perf_counter(), time.process_time()
+    captured = _captured(model, step, options, where, rank, regions, most, progress)
     capturing = time.process_time() - capturing
     captured.notes.extend(notes)
-    joints = [g.joint for g in captured.graphs if g.joint is not None]
-    if options.backend == "eager" and has_products(joints):
-        captured.notes.append(PRODUCTS)
-        warn(PRODUCTS)
-    if isinstance(captured, ReplayedStep) and captured.otherwise_rounded:
-        captured.notes.append(PRODUCTS_INSIDE)
-        warn(PRODUCTS_INSIDE)
-    if replaying and has_householder(captured.eager):
-        captured.notes.append(HOUSEHOLDER)
-        warn(HOUSEHOLDER)
-    # Replays are recorded with the data of lists of indices, and what their kernels take is measured.
-    if has_sparse(captured.eager, compressed=replaying):
-        captured.notes.append(SPARSE_TENSORS)
-        warn(SPARSE_TENSORS)
+    for note in _findings(captured, model, options):
+        _tell(captured, note)
     if captured.overwritten and options.inputs == "unchanged":
         options = replace(options, inputs="overwritten")
         captured.notes.append(WRITTEN.format(", ".join(dict.fromkeys(captured.overwritten))))
-    compiled = [*compiled_modules(model), *captured.uncompiled]
-    if compiled and options.backend != "inductor":
-        captured.notes.append(uncompiled(compiled))
-        warn(uncompiled(compiled))
     progress("measuring what kernels allocate inside", 0.8)
-    meter = WorkspaceMeter(here) if at_hand else None
+    meter = WorkspaceMeter(where.here) if where.at_hand else None
     # No longer than the capture took: planning then takes about twice as long, at most.
-    source = find_costs(options.costs, captured, target, meter, progress, most_seconds=capturing)
-    workspaces = meter or cuda_scratch(target)
-    copying = options.inputs == "overwritten"
-    if isinstance(captured, ReplayedStep):
-        replayed = build_replayed(captured, target, workspaces, source)
-        problem: Problem = replayed
-        packings = find_masks(captured, replayed, target, meter, source)
-    else:
-        problem = build_problem(
-            captured, target, workspaces, source, copying=copying, in_flight=step.in_flight
-        )
-        as_traced = simulate(problem.graph, problem.graph.base_schedule).seconds
-        slower = slower_by_writes(joints, as_traced, problem.eager.seconds)
-        if slower is not None and options.backend == "eager":
-            captured.notes.append(slower)
-            warn(slower)
-        packings = find_packings(captured, problem, target, meter, source)
-        if options.offload != "none":
-            packings = find_sendable(captured, problem, target, packings)
+    source = find_costs(options.costs, captured, where.target, meter, progress, most_seconds=capturing)
+    problem, packings = _problem(captured, step, options, where, meter, source)
     if meter is not None:
         refuse_what_cannot_run(captured.eager.calls, meter)
-    if like is not None:
-        update = like.footprint.optimizer
+    if like is None:
+        update = _optimizer_step(captured, model, options, where, meter, source, rank)
     else:
-        if is_of_another_model(options.optimizer, model):
-            captured.notes.append(OF_ANOTHER_MODEL)
-            warn(OF_ANOTHER_MODEL)
-        shape_of = None if rank is None else rank.shape_of
-        update = optimizer_step(options.optimizer, model, target, meter, source, shape_of)
-        if options.optimizer is None and captured.state_in_hooks:
-            held = unique_storages(captured.state_in_hooks)
-            sizes = [round_bytes(target, int(t.untyped_storage().nbytes())) for t in held]
-            update = replace(update, state_bytes=sum(sizes))
+        update = like.footprint.optimizer
     if isinstance(source, MeasuredCosts):
         source.save()
     if meter is not None and meter.unmeasured:
         warn(unmeasured(meter))
-    if here.type == "cuda":
+    if where.here.type == "cuda":
         torch.cuda.empty_cache()  # blocks of other sizes than the step's, which it would split
-    added_to = gradients_there(model, options.accumulate)
-    there = bytes_throughout(captured, rank, model, added_to, step.in_flight)
-    reduced = 0 if rank is None else rank.reduced_bytes(model, added_to)
-    footprint = StepMemoryModel(
-        target, there.resident(update, target), update, there.tensors(target), reduced
-    )
-    seconds = time.perf_counter() - started
+    footprint = _footprint(captured, model, step, options, where, update, rank)
     return Prepared(
         model,
         step,
@@ -406,14 +216,185 @@ def _prepare(
         footprint,
         meter,
         source,
-        seconds,
+        time.perf_counter() - started,
         options,
         packings,
         state_digest(model),
-        cuda,
+        where.cuda,
         tuple(regions),
         rank,
     )
+
+
+def _checked(model: torch.nn.Module, step: Step, options: PlanOptions) -> list[str]:
+    """See that a module can be planned for a step; what is to be noted of it."""
+    refuse_without_shape(model, "plan")
+    refuse_wrappers(model, "plan")
+    if not isinstance(step.training, bool | None):
+        raise InputError(f"training is {step.training!r}; expected True or False")
+    refuse_sharded(model, "plan")  # also inside
+    checked_inputs(options.inputs)
+    if options.backend == "replay" and holds_dtensors(model):
+        raise CaptureError(
+            "parameters of the model are distributed by parallelize_module, and replays follow plain "
+            "tensors: plan it with backend='graph'"
+        )
+    if not step.training or model.training:
+        return []
+    warn(IN_EVALUATION)
+    return [IN_EVALUATION]
+
+
+@dataclass(frozen=True)
+class _Where:
+    """The device of the module, and the one that is planned for.
+
+    Attributes:
+        here, target: These two.
+        at_hand: Whether operations can be run here as the target runs them.
+        cuda: What CUDA does where the CPU would do something else; None where the target is no GPU, or is
+            at hand.
+    """
+
+    here: torch.device
+    target: Device
+    at_hand: bool
+    cuda: CudaKernels | None
+
+
+def _where(model: torch.nn.Module, step: Step, options: PlanOptions) -> _Where:
+    here = device_of(model, step)
+    target = find_device(options.device, here)
+    at_hand = here.type in ("cpu", "cuda") and same_processor(target, find_device(None, here))
+    check_costs(options.costs, here, target, at_hand=at_hand)
+    check_offload(options, target)
+    if target.kind == "cuda" and here.type != "cuda":
+        kernels = CudaKernels(target.capability or NEWEST, options.attention, target.cudnn)
+        return _Where(here, target, at_hand, kernels)
+    if options.attention is not None:
+        warn(
+            f"attention={options.attention!r} is for plans for a GPU that is not here, and {here} does not "
+            "use it: leave it out"
+        )
+    return _Where(here, target, at_hand, None)
+
+
+def _captured(
+    model: torch.nn.Module,
+    step: Step,
+    options: PlanOptions,
+    where: _Where,
+    rank: Rank | None,
+    regions: Sequence[str],
+    most: Most | None,
+    progress: Progress,
+) -> CapturedStep:
+    report = part_of(progress, 0.0, 0.8)
+    if options.backend == "replay":
+        return capture_replayed(
+            model, step, report, cuda=where.cuda, accumulate=options.accumulate, rank=rank
+        )
+    return capture(
+        model,
+        step,
+        report,
+        cuda=where.cuda,
+        accumulate=options.accumulate,
+        regions=regions,
+        rank=rank,
+        decided=options.backend == "inductor",
+        most=most,
+    )
+
+
+def _joints(captured: CapturedStep) -> list[JointGraph]:
+    return [graph.joint for graph in captured.graphs if graph.joint is not None]
+
+
+def _tell(captured: CapturedStep, text: str) -> None:
+    captured.notes.append(text)
+    warn(text)
+
+
+def _findings(captured: CapturedStep, model: torch.nn.Module, options: PlanOptions) -> Iterator[str]:
+    """What users are told of a captured step."""
+    replaying = options.backend == "replay"
+    if options.backend == "eager" and has_products(_joints(captured)):
+        yield PRODUCTS
+    if isinstance(captured, ReplayedStep) and captured.otherwise_rounded:
+        yield PRODUCTS_INSIDE
+    if replaying and has_householder(captured.eager):
+        yield HOUSEHOLDER
+    # Replays are recorded with the data of lists of indices, and what their kernels take is measured.
+    if has_sparse(captured.eager, compressed=replaying):
+        yield SPARSE_TENSORS
+    compiled = [*compiled_modules(model), *captured.uncompiled]
+    if compiled and options.backend != "inductor":
+        yield uncompiled(compiled)
+
+
+def _problem(
+    captured: CapturedStep,
+    step: Step,
+    options: PlanOptions,
+    where: _Where,
+    meter: WorkspaceMeter | None,
+    source: Costs,
+) -> tuple[Problem, tuple[Packing, ...]]:
+    """The problem of a captured step, and what of it can be packed."""
+    target = where.target
+    workspaces = meter or cuda_scratch(target)
+    if isinstance(captured, ReplayedStep):
+        replayed = build_replayed(captured, target, workspaces, source)
+        return replayed, find_masks(captured, replayed, target, meter, source)
+    copying = options.inputs == "overwritten"
+    problem = build_problem(captured, target, workspaces, source, copying=copying, in_flight=step.in_flight)
+    as_traced = simulate(problem.graph, problem.graph.base_schedule).seconds
+    slower = slower_by_writes(_joints(captured), as_traced, problem.eager.seconds)
+    if slower is not None and options.backend == "eager":
+        _tell(captured, slower)
+    packings = find_packings(captured, problem, target, meter, source)
+    if options.offload != "none":
+        packings = find_sendable(captured, problem, target, packings)
+    return problem, packings
+
+
+def _optimizer_step(
+    captured: CapturedStep,
+    model: torch.nn.Module,
+    options: PlanOptions,
+    where: _Where,
+    meter: WorkspaceMeter | None,
+    source: Costs,
+    rank: Rank | None,
+) -> OptimizerStep:
+    """What the optimizer's step takes, and its state: of one that steps in hooks, what these refer to."""
+    if is_of_another_model(options.optimizer, model):
+        _tell(captured, OF_ANOTHER_MODEL)
+    shape_of = None if rank is None else rank.shape_of
+    update = optimizer_step(options.optimizer, model, where.target, meter, source, shape_of)
+    if options.optimizer is None and captured.state_in_hooks:
+        held = unique_storages(captured.state_in_hooks)
+        sizes = [round_bytes(where.target, int(t.untyped_storage().nbytes())) for t in held]
+        update = replace(update, state_bytes=sum(sizes))
+    return update
+
+
+def _footprint(
+    captured: CapturedStep,
+    model: torch.nn.Module,
+    step: Step,
+    options: PlanOptions,
+    where: _Where,
+    update: OptimizerStep,
+    rank: Rank | None,
+) -> StepMemoryModel:
+    """The bytes around forward and backward."""
+    added_to = gradients_there(model, options.accumulate)
+    there = bytes_throughout(captured, rank, model, added_to, step.in_flight)
+    reduced = 0 if rank is None else rank.reduced_bytes(model, added_to)
+    target = where.target
+    return StepMemoryModel(target, there.resident(update, target), update, there.tensors(target), reduced)
 
 
 def _rank(model: torch.nn.Module, options: PlanOptions) -> tuple[Rank | None, list[str]]:

@@ -21,7 +21,7 @@ from planner.planning.encodings import (
     total_bytes,
 )
 from planner.planning.make_plan import AS_WRITTEN, make_plan
-from planner.planning.prepare import Prepared
+from planner.planning.prepared import Prepared
 from planner.planning.solve_for import solve_for
 from planner.planning.split import Forms, split_hint
 from planner.planning.within_budget import within_budget

@@ -14,7 +14,7 @@ from planner.planning.encodings import (
     offers_to_send,
     total_bytes,
 )
-from planner.planning.prepare import Prepared
+from planner.planning.prepared import Prepared
 from planner.planning.solve import reserving_no_more, room_bytes
 from planner.planning.solve_for import solve_for
 from planner.problem.encodings import PackedProblem

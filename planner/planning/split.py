@@ -14,7 +14,7 @@ from planner.graph.spec import Split, SplitRuns
 from planner.graph.split.pieces import NothingToSplit, split_joint, splittable
 from planner.planfile.budget import Budget, format_bytes
 from planner.planfile.plan import PlanRecord
-from planner.planning.prepare import Prepared
+from planner.planning.prepared import Prepared
 from planner.problem.build import build_problem
 from planner.problem.encodings import find_packings
 from planner.progress import Progress, part_of

@@ -26,7 +26,8 @@ from planner.planfile.budget import format_bytes
 from planner.planfile.plan import PlanRecord, TensorRecord, WholeStep
 from planner.planning.make_plan import input_records
 from planner.planning.options import options_of
-from planner.planning.prepare import Prepared, prepare
+from planner.planning.prepare import prepare
+from planner.planning.prepared import Prepared
 from planner.runtime.first_forward import OtherPaths
 from planner.runtime.own_errors import is_meant
 from planner.runtime.shapes.arguments import repeated

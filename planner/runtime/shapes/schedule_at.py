@@ -10,7 +10,7 @@ from planner.capture.captured_step import CapturedStep
 from planner.errors import PlanMismatch
 from planner.graph.joint_graph import JointGraph
 from planner.planfile.plan import GraphRecord, PlanRecord
-from planner.planning.prepare import Prepared
+from planner.planning.prepared import Prepared
 from planner.planning.split import split_as
 from planner.problem.build import Problem
 from planner.problem.encodings import Name, packed_as
