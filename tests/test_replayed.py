@@ -394,6 +394,7 @@ def test_blocks_of_the_users_are_run_again_by_the_plan() -> None:
         "1.linear",
     }
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+    assert "following the plan takes Python about" in plan.notes[0]
 
 
 class _Shifted(nn.Module):
