@@ -54,6 +54,8 @@ from solvers.model.solution import Solution
 SECONDS_A_CALL, SECONDS_A_RERUN = 10e-6, 60e-6
 """What each call of a replayed forward, and each that runs again, takes Python, as measured."""
 
+OF_PYTHON = "a step, about, go into Python that follows the plan, beside the predicted time"
+
 LEAST_SHARE = 0.05
 """Of the unplanned step's seconds: what Python takes is told from there on."""
 
@@ -215,13 +217,9 @@ def _of_python(prepared: Prepared, problem: Problem, solution: Solution) -> list
     if not isinstance(captured, ReplayedStep) or prepared.device.kind != "cpu" or again <= 0:
         return []
     seconds = captured.saved.forward_events * SECONDS_A_CALL + again * SECONDS_A_RERUN
-    share = seconds / max(problem.eager.seconds, seconds / 100)
-    if share < LEAST_SHARE:
+    if seconds < LEAST_SHARE * problem.eager.seconds:
         return []
-    return [
-        f"following the plan takes Python about {seconds * 1e3:.1f} ms a step, {share:.0%} of the step "
-        "without a plan, beside the predicted time"
-    ]
+    return [f"{seconds * 1e3:.1f} ms {OF_PYTHON}"]
 
 
 def failed(failures: Mapping[str, str]) -> str:
