@@ -591,3 +591,10 @@ def test_what_takes_more_is_told_of_where_nothing_is_dropped() -> None:
     model.more = True
     with pytest.warns(planner.PlanWarning, match="took a path that the plan has not seen"):
         model(x).backward()
+
+
+def test_a_backward_that_recording_changes_is_told_of() -> None:
+    layer = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map="householder")
+    with pytest.warns(planner.PlanWarning, match="householder_product"):
+        plan = _planned(nn.Sequential(layer, nn.GELU()), torch.randn(16, 8))
+    assert any("householder_product" in note for note in plan.notes)
