@@ -346,3 +346,11 @@ def test_the_error_for_a_named_tuple_that_loses_its_fields_says_what_is_planned(
     model = ReplacesInPacked(False)
     plan = planner.plan(model, (packed,), **options)
     assert planner.verify(model, (packed,), plan=plan, repeats=0).ok
+
+
+def test_a_named_tuple_that_loses_its_fields_in_a_graph_is_replayed() -> None:
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 3, 8), torch.tensor([5, 4, 2]))
+    model = ReplacesInPacked(True)
+    plan = planner.plan(model, (packed,), budget="200%", costs="roofline")
+    assert plan.target.backend == "replay"
+    assert planner.verify(model, (packed,), plan=plan, repeats=0).ok

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import planner
 from planner._torch.compat import graphs_are_off
 from planner.planning import prepare
+from planner.planning.make_plan import OF_PYTHON
 from planner.planning.options import OptionError
 from tests.side_by_side import layers
 from tests.test_process_settings import Deterministic, SetsType, SetsTypeForOne
@@ -394,6 +395,7 @@ def test_blocks_of_the_users_are_run_again_by_the_plan() -> None:
         "1.linear",
     }
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+    assert plan.notes[0].endswith(OF_PYTHON)
 
 
 class _Shifted(nn.Module):
@@ -589,3 +591,10 @@ def test_what_takes_more_is_told_of_where_nothing_is_dropped() -> None:
     model.more = True
     with pytest.warns(planner.PlanWarning, match="took a path that the plan has not seen"):
         model(x).backward()
+
+
+def test_a_backward_that_recording_changes_is_told_of() -> None:
+    layer = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map="householder")
+    with pytest.warns(planner.PlanWarning, match="householder_product"):
+        plan = _planned(nn.Sequential(layer, nn.GELU()), torch.randn(16, 8))
+    assert any("householder_product" in note for note in plan.notes)

@@ -1,6 +1,7 @@
 """Properties of ATen operators, and settings of backends."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from operator import getitem
 from typing import Any
 
@@ -36,6 +37,7 @@ def returns_one(operator: OpOverload) -> bool:
     return len(operator._schema.returns) == 1
 
 
+@cache
 def writes(operator: Any) -> bool:
     """Whether an operator writes to its arguments."""
     return isinstance(operator, OpOverload) and operator._schema.is_mutable
@@ -56,6 +58,7 @@ def written_positions(operator: OpOverload) -> list[tuple[int, str]]:
     ]
 
 
+@cache
 def takes_pinning(operator: OpOverload) -> bool:
     """Whether an operator may be told to pin the memory of what it makes, as those that make tensors anew."""
     return any(argument.name == "pin_memory" for argument in operator._schema.arguments)
@@ -171,6 +174,7 @@ def takes_item(target: Any) -> bool:
     return target is getitem
 
 
+@cache
 def may_draw(operator: Any) -> bool:
     """Whether an operator draws random numbers, or may: users' operators need not declare it."""
     return uses_generator(operator) or (is_foreign(operator) and not is_collective(operator))

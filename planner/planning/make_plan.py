@@ -52,6 +52,14 @@ from solvers.model import indices
 from solvers.model.schedule import alive_at, lifetimes, simulate
 from solvers.model.solution import Solution
 
+SECONDS_A_CALL, SECONDS_A_RERUN = 10e-6, 60e-6
+"""What each call of a replayed forward, and each that runs again, takes Python, as measured."""
+
+OF_PYTHON = "a step, about, go into Python that follows the plan, beside the predicted time"
+
+LEAST_SHARE = 0.05
+"""Of the unplanned step's seconds: what Python takes is told from there on."""
+
 IN_SINGLE_OPERATIONS = (
     "Inductor runs this plan: its peak is that of the programs that Inductor emits; seconds are those of "
     "single operations, and what Inductor fuses takes less"
@@ -117,7 +125,7 @@ def make_plan(
             seconds=seconds,
         )
 
-    notes = [*reached, *captured.notes]
+    notes = [*reached, *_of_python(prepared, problem, solution), *captured.notes]
     if as_written:
         notes.append(AS_WRITTEN)
     of_cudnn = None if emitted else cudnn_note(prepared, graph, solution.schedule, timeline.step_bytes)
@@ -204,6 +212,17 @@ def make_plan(
         step=step_record(captured, problem) if emitted is None and not as_written else None,
         replay=replay_record(problem) if isinstance(problem, ReplayProblem) and not as_written else None,
     ).remember(prepared.options)
+
+
+def _of_python(prepared: Prepared, problem: Problem, solution: Solution) -> list[str]:
+    """What to say of the time that Python takes to follow a replayed plan, where nothing runs beside it."""
+    captured, again = prepared.captured, len(solution.schedule) - problem.graph.base_length
+    if not isinstance(captured, ReplayedStep) or prepared.device.kind != "cpu" or again <= 0:
+        return []
+    seconds = captured.saved.forward_events * SECONDS_A_CALL + again * SECONDS_A_RERUN
+    if seconds < LEAST_SHARE * problem.eager.seconds:
+        return []
+    return [f"{seconds * 1e3:.1f} ms {OF_PYTHON}"]
 
 
 def failed(failures: Mapping[str, str]) -> str:

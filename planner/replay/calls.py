@@ -123,6 +123,7 @@ def written_operands(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return written
 
 
+@functools.cache
 def can_run_again(func: Any) -> bool:
     """Whether a second call, with the same arguments and generator state, gives the same results and has no
     other effect, as far as the operator itself is concerned."""

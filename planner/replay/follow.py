@@ -151,6 +151,7 @@ class FollowedStep:
         self.waiting: dict[int, int] = {}  # by slot: how many saves have not been handed out
         self.changed: set[int] = set()  # slots that a call has written to which the plan has not seen
         self.begun = False  # a backward asked for something
+        self._now: tuple[Any, ...] = ()  # the settings under which it asks
 
     # ---- forward --------------------------------------------------------------------------------------
 
@@ -418,6 +419,7 @@ class FollowedStep:
 
     def _run_all(self, save: int, keep: bool) -> None:
         if runs := self.steps.program.runs.get(save):
+            self._now = settings()
             with Plain():
                 for run in runs:
                     self._run_again(run, keep)
@@ -475,7 +477,7 @@ class FollowedStep:
                 func = partial(with_reserve, func)
             elif recipe.state is not None:
                 func = partial(run_from_state, *recipe.state, func)
-            if recipe.settings == settings():
+            if recipe.settings == self._now:
                 out = func(*args, **kwargs)
             else:
                 with set_as(recipe.settings):
@@ -526,6 +528,7 @@ class FollowedStep:
             runs[position] = first, every
             for look in (look for c in every for look in among(self._recipe(c), Look)):
                 read_last[look.slot] = max(read_last.get(look.slot, -1), position)
+        self._now = settings()
         with Plain():
             for position, (first, every) in runs.items():
                 for (_, s, _), made in zip(first.results, self._picked(every, found, first), strict=True):
