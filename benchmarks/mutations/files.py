@@ -98,7 +98,7 @@ FILES = [
         (
             Change(
                 "planner/runtime/remap.py",
-                "        and all(joint.ops[index].recomputable for index in record.recomputed)\n",
+                "        and reruns_what_may_run(record, joint)\n",
                 "",
             ),
         ),

@@ -243,8 +243,8 @@ HOSTILE = [
         (
             Change(
                 "planner/costs/device_files.py",
-                'or not 0 < values["bandwidth"] <= _FASTEST:',
-                'or values["bandwidth"] <= 0:',
+                "or not 0 < values[field] <= _FASTEST:",
+                "or values[field] <= 0:",
             ),
         ),
         (f"{_DATA}::test_a_device_that_cannot_be_is_refused_by_field",),

@@ -282,9 +282,9 @@ INSIDE = [
         (
             Change(
                 "planner/runtime/backend.py",
-                "                warn(message)\n            return remapped.backward, remapped.packed\n",
+                "                warn(message)\n            return remapped.backward, remapped.packed, {}\n",
                 "                logger.info(message)\n"
-                "            return remapped.backward, remapped.packed\n",
+                "            return remapped.backward, remapped.packed, {}\n",
             ),
         ),
         ("tests/test_install.py::test_a_path_that_was_not_planned_is_right_and_said",),

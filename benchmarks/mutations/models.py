@@ -102,8 +102,8 @@ MODELS = [
         (
             Change(
                 "planner/runtime/backend.py",
-                "            return remapped.backward, remapped.packed\n        same = ",
-                "            return no_recomputation(joint), ()\n        same = ",
+                "            return remapped.backward, remapped.packed, {}\n        same = ",
+                "            return no_recomputation(joint), (), {}\n        same = ",
             ),
         ),
         (

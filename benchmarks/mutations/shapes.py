@@ -102,8 +102,8 @@ SHAPES = [
         (
             Change(
                 "planner/runtime/shapes/schedule_at.py",
-                "    return packing, schedule_of(packing.problem, captured, sequences)\n",
-                "    return packing, packing.problem.graph.base_schedule\n",
+                "    return replace(prepared, problem=problem), schedule\n",
+                "    return replace(prepared, problem=problem), problem.graph.base_schedule\n",
             ),
         ),
         ("tests/test_shapes.py::test_a_larger_shape_is_announced_with_its_peak",),

@@ -240,8 +240,8 @@ STEPS = [
         (
             Change(
                 "planner/runtime/backend.py",
-                "        return record.backward, record.packed\n",
-                "        return no_recomputation(joint), ()\n",
+                "        return record.backward, record.packed, record.completed_by(record.forward_length)\n",
+                "        return no_recomputation(joint), (), {}\n",
             ),
         ),
         ("tests/test_install.py::test_the_plan_is_really_run",),
@@ -355,8 +355,8 @@ STEPS = [
         (
             Change(
                 "planner/runtime/read_again.py",
-                "        self._plan, self._graph = plan, graph\n",
-                "        self._plan, self._graph, self._held = plan, graph, example_inputs\n",
+                "        self._plan, self._graph, self._host = plan, graph, host\n",
+                "        self._plan, self._graph, self._host, self._held = plan, graph, host, example_inputs\n",
             ),
         ),
         (
@@ -383,7 +383,7 @@ STEPS = [
         (
             Change(
                 "planner/training_step/recorder.py",
-                "KEPT_BY_PYTORCH or (unknown and func.is_view):",
+                "KEPT_BY_PYTORCH or (unknown and operators.returns_given(func)):",
                 "KEPT_BY_PYTORCH:",
             ),
         ),
