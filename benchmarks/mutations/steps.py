@@ -356,7 +356,8 @@ STEPS = [
             Change(
                 "planner/runtime/read_again.py",
                 "        self._plan, self._graph, self._host = plan, graph, host\n",
-                "        self._plan, self._graph, self._host, self._held = plan, graph, host, example_inputs\n",
+                "        self._plan, self._graph, self._host = plan, graph, host\n"
+                "        self._held = example_inputs\n",
             ),
         ),
         (
