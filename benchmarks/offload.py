@@ -61,8 +61,9 @@ Not run: dynamic peaks over entry, in GB, and extra time over the step that reco
 of [the frontiers](frontier.md) at full size in single precision. V100: PCI Express 3.0, 15.75 GB/s each
 way; H100: 5.0, 63 GB/s. *By hand* is what blocks recomputed whole take, the same with their inputs on the
 host, and everything on the host; beside it are plans within that peak, recomputing alone and with
-`offload="host"`, and what the latter keep on the host. The last row has the least peaks of both. No plan was found where it says
-so: the inputs of BERT-Large's blocks on the host take 0.05 GB less than its least plan.
+`offload="host"`, and what the latter keep on the host. The last row has the least peaks of both. No plan
+was found where it says so: the inputs of BERT-Large's blocks on the host take 0.05 GB less than its least
+plan.
 
 | model | device | way | peak | by hand | recomputing alone | with offload | on the host |
 |---|---|---|---:|---:|---:|---:|---:|
