@@ -13,7 +13,7 @@ from planner.planning.prepared import Prepared
 from planner.problem.build import Problem
 from planner.problem.encodings import PackedProblem, Packing, packed
 from planner.problem.link import overlapped
-from planner.problem.offload import beside_compute, within_host_budget
+from planner.problem.offload import alone_in_size, beside_compute, within_host_budget
 from solvers.model.arrays import Schedule
 from solvers.model.constraints import Constraints
 from solvers.model.schedule import simulate
@@ -82,14 +82,15 @@ def offers_to_send(prepared: Prepared, constraints: Constraints, wanted: Budget)
     In the first two these take longest to make again for their bytes, as many as the link carries while the
     step computes, or in a share of that time, so that compute waits little. In the last one all may be, and
     count the time that they take by themselves: it reaches the least peaks, and with a limit of extra time no
-    other is offered. A result that may be sent is not made again.
+    other is offered. A result that may be sent is not made again, nor are others of the same operation, which
+    stay; where these are large, the last problem makes all of them again.
     """
     if prepared.options.offload == "none":
         return []
     graph = prepared.problem.graph
     free = within_host_budget(_free(prepared, constraints), host_budget_bytes(prepared.options))
     beside = [] if wanted.bytes is None else [beside_compute(graph, free, share) for share in _SHARES]
-    ways = [*(_priced(some, _BESIDE) for some in beside), _priced(free, 1.0)]
+    ways = [*(_priced(some, _BESIDE) for some in beside), _priced(alone_in_size(graph, free), 1.0)]
     return [packed(prepared.problem, some, if_unpacked=True) for some in ways if some]
 
 

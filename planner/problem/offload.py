@@ -24,6 +24,12 @@ from solvers.model.indices import BaseOp, numbered
 LEAST_BYTES = 64 << 10
 """Smaller results are not worth the two calls."""
 
+_OTHERS = 8
+"""How many times smaller other results of an operation must be: they are not made again where one is sent."""
+
+_ALONE = 128
+"""The same where the least peak is looked for."""
+
 
 def find_sendable(
     captured: CapturedStep, problem: Problem, device: Device, packings: Iterable[Packing]
@@ -74,9 +80,13 @@ def _sendable(joint: JointGraph) -> dict[int, tuple[int, int, int]]:
     found = {}
     for op in joint.ops[: joint.forward_length]:
         node = sent_node(joint, op)
-        if node is not None and fake.storage_bytes(node.meta["val"]) >= LEAST_BYTES:
+        if node is None:
+            continue
+        size = fake.storage_bytes(node.meta["val"])
+        others = sum(joint.storage_bytes[storage] for storage in op.allocates) - size
+        if size >= LEAST_BYTES and _OTHERS * others <= size:
             position = op.allocates.index(joint.storage_of[node])
-            found[op.index] = position, joint.op_of.get(node, op.index), fake.storage_bytes(node.meta["val"])
+            found[op.index] = position, joint.op_of.get(node, op.index), size
     return found
 
 
@@ -88,6 +98,17 @@ def within_host_budget(packings: Iterable[Packing], budget: int | None) -> list[
             kept.append(packing)
             total += packing.host_bytes
     return kept
+
+
+def alone_in_size(graph: Graph, packings: Iterable[Packing]) -> list[Packing]:
+    """Those beside which nothing large of the same operation stays on the device."""
+    values = graph.values
+
+    def others(packing: Packing) -> int:
+        made = (v for v in graph.ops[packing.row].outputs if v != packing.value and not values[v].on_demand)
+        return sum(values[v].bytes for v in made)
+
+    return [p for p in packings if _ALONE * others(p) <= values[p.value].bytes]
 
 
 def beside_compute(graph: Graph, packings: Collection[Packing], share: float = 1.0) -> list[Packing]:

@@ -84,7 +84,9 @@ class HostPlace:
     def _mapped(self, count: int) -> mmap.mmap:
         try:
             with tempfile.TemporaryFile(dir=self.folder) as file:
-                os.posix_fallocate(file.fileno(), 0, count)  # a full disk is an error now, not a signal later
+                file.truncate(count)
+                if hasattr(os, "posix_fallocate"):  # a full disk is an error now, not a signal later
+                    os.posix_fallocate(file.fileno(), 0, count)
                 memory = mmap.mmap(file.fileno(), count)
         except OSError as error:
             raise PlannerError(
