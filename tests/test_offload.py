@@ -165,10 +165,37 @@ def test_the_host_takes_what_the_plan_says(plan: Plan, monkeypatch: pytest.Monke
     assert [place.bytes for place in places] == [plan.whole_step.host_bytes]
 
 
-def test_a_folder_without_room_is_an_error_that_names_it(tmp_path: Path) -> None:
-    place = HostPlace(tmp_path / "away")
-    with pytest.raises(PlannerError, match=r"away has no room for 256 more bytes.*offload_folder="):
-        place.send(torch.zeros(64))
+def test_a_folder_that_is_not_there_is_an_error_and_leaves_the_module_alone(
+    plan: Plan, tmp_path: Path
+) -> None:
+    model, twin = blocks(), blocks()
+    with pytest.raises(
+        PlannerError, match=r"offload_folder='.*away': no file can be made there .*name a fold"
+    ):
+        plan.apply(model, offload_folder=tmp_path / "away")
+    assert same(gradients(model, forward(model)), gradients(twin, forward(twin)))
+
+
+def test_a_folder_without_room_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    place = HostPlace(tmp_path)
+    monkeypatch.setattr(host_place.os, "posix_fallocate", full)
+    with pytest.raises(PlannerError, match=r"no room for 256 more bytes.*No space left.*offload_folder="):
+        place.send(torch.randn(64))
+
+
+def test_files_of_other_shapes_do_not_add_up(tmp_path: Path) -> None:
+    place = HostPlace(tmp_path)
+    for count in (100, 200, 300, 200):
+        tensor = torch.randn(count)
+        kept = place.sent(place.send(tensor), tensor)
+        assert torch.equal(place.fetched(place.fetch(kept)), tensor)
+        assert place.bytes == 4 * count
+        del kept
 
 
 def test_an_error_of_a_copy_is_raised_where_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

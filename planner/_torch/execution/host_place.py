@@ -30,10 +30,20 @@ class HostPlace:
 
     Args:
         folder: Where the files are; None for the folder of temporary files.
+
+    Raises:
+        PlannerError: No file can be made there.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self.folder = Path(tempfile.gettempdir() if folder is None else folder)
+        try:
+            tempfile.TemporaryFile(dir=self.folder).close()
+        except OSError as error:
+            raise PlannerError(
+                f"offload_folder={os.fspath(self.folder)!r}: no file can be made there ({error.strerror}): "
+                "name a folder in plan.apply(model, offload_folder=) that can be written to"
+            ) from error
         self.bytes = 0
         """The size of all blocks."""
         self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
@@ -75,11 +85,17 @@ class HostPlace:
         return tensor
 
     def _block(self, count: int) -> Block:
+        if not self._free[count]:  # those of other shapes would add up from shape to shape
+            self.bytes -= sum(size * len(blocks) for size, blocks in self._free.items())
+            self._free.clear()
         free = self._free[count]
         memory = free.pop() if free else self._mapped(count)
         block = np.frombuffer(memory, np.uint8)
-        weakref.finalize(block, free.append, memory).atexit = False
+        weakref.finalize(block, self._is_free, memory).atexit = False
         return block
+
+    def _is_free(self, memory: mmap.mmap) -> None:
+        self._free[len(memory)].append(memory)
 
     def _mapped(self, count: int) -> mmap.mmap:
         try:
