@@ -188,7 +188,7 @@ def rows_of(name: str, repeats: int) -> list[str]:
             f"{measured / MIB:,.1f}" if measured != predicted else "the same",
             f"{report.overhead:+.0%}",
             f"{seconds:.0f} s",
-            "; ".join(report.problems) or "yes",
+            "; ".join(problem.partition(":")[0] for problem in report.problems) or "yes",
         ]
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)
