@@ -71,7 +71,6 @@ CASES: dict[str, tuple[Callable[[int], Built], planner.FSDP2 | planner.DDP]] = {
         planner.FSDP2(2, None, kept_gathered=("model.norm+lm_head",)),
     ),
     "in pieces: Llama": (_llama, planner.FSDP2(2)),
-    "in pieces: BERT, data parallel": (_bert, planner.DDP(2, bucket_cap_mb=1)),
     "transformer, data parallel": (_transformer, planner.DDP(2, bucket_cap_mb=1)),
     "transformer, gradients in buckets": (_transformer, planner.DDP(2, gradient_as_bucket_view=True)),
     "replayed: BERT": (_bert, planner.FSDP2(2)),

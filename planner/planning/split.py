@@ -122,16 +122,15 @@ class Forms:
         floors = {split: around + floor_bytes(step.problem.graph) for split, step in steps.items()}
         left = prepared.footprint.whole_step(0, prepared.problem.final_bytes).total_bytes
         enough = max(left, min(floors.values()))
-        made: PlanRecord | None = None
-        for share in (part_of(progress, 0.0, 0.5), part_of(progress, 0.5, 1.0)):
-            budget = Budget(enough + hardly, wanted.text, relative=True)
-            near = [split for split in steps if floors[split] <= enough + hardly]
-            try:
-                made = self._best(budget, share, near)
-                break
-            except InfeasibleBudget as error:
-                enough = error.minimum_bytes
-        assert made is not None
+
+        def within(most_bytes: int, progress: Progress) -> PlanRecord:
+            near = [split for split in steps if floors[split] <= most_bytes]
+            return self._best(Budget(most_bytes, wanted.text, relative=True), progress, near)
+
+        try:
+            made = within(enough + hardly, part_of(progress, 0.0, 0.5))
+        except InfeasibleBudget as error:
+            made = within(error.minimum_bytes + hardly, part_of(progress, 0.5, 1.0))
         if wanted.max_overhead is not None and made.overhead > wanted.max_overhead:
             plans = [self._plan(step, wanted, progress) for step in steps.values()]
             return min(plans, key=lambda plan: plan.predicted.dynamic_peak_bytes)
