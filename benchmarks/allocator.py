@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from planner.allocator.caching_allocator import CachingAllocator
 from planner.allocator.settings import AllocatorSettings
-from tests.test_caching_allocator import CONFS, play
+from tests.allocator.test_caching_allocator import CONFS, play
 
 
 def seconds(conf: str, events: int = 10_000) -> float:

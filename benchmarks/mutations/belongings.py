@@ -15,7 +15,7 @@ BELONGINGS = [
             ),
         ),
         (
-            "tests/test_module_copies.py"
+            "tests/behaviour/modules/test_module_copies.py"
             "::test_hooks_functions_in_containers_and_weak_references_refer_to_the_copy",
         ),
     ),
@@ -28,7 +28,10 @@ BELONGINGS = [
                 "planner/graph/passes/__init__.py", "    expect_no_gradient_of_leaves,\n    wait", "    wait"
             ),
         ),
-        ("tests/test_overwritten_leaves.py::test_the_peak_counts_no_gradient_of_what_is_written",),
+        (
+            "tests/behaviour/memory/test_overwritten_leaves.py::"
+            "test_the_peak_counts_no_gradient_of_what_is_written",
+        ),
     ),
     Mutation(
         "saved-tensors-in-a-forward",
@@ -46,7 +49,7 @@ BELONGINGS = [
                 "",
             ),
         ),
-        ("tests/test_saved_tensors.py::test_hooks_that_change_what_is_saved",),
+        ("tests/behaviour/gradients/test_saved_tensors.py::test_hooks_that_change_what_is_saved",),
     ),
     Mutation(
         "let-go-of-captured",
@@ -59,7 +62,7 @@ BELONGINGS = [
                 "",
             ),
         ),
-        ("tests/test_let_go.py::test_what_was_compiled_of_code_behind_a_break",),
+        ("tests/_torch/test_let_go.py::test_what_was_compiled_of_code_behind_a_break",),
     ),
     Mutation(
         "gradients-after-planning",
@@ -72,7 +75,7 @@ BELONGINGS = [
                 "                pass\n",
             ),
         ),
-        ("tests/test_intact.py::test_modules_from_around_a_function_are_left_alone",),
+        ("tests/behaviour/modules/test_intact.py::test_modules_from_around_a_function_are_left_alone",),
     ),
     Mutation(
         "data-after-planning",
@@ -85,7 +88,7 @@ BELONGINGS = [
                 "                    pass\n",
             ),
         ),
-        ("tests/test_intact.py::test_modules_from_around_a_function_are_left_alone",),
+        ("tests/behaviour/modules/test_intact.py::test_modules_from_around_a_function_are_left_alone",),
     ),
     Mutation(
         "variables-after-planning",
@@ -101,8 +104,8 @@ BELONGINGS = [
             ),
         ),
         (
-            "tests/test_step_snapshot.py::test_a_step_that_changes_all_that_it_can",
-            "tests/test_verification.py::test_state_that_the_forward_replaces_or_caches_is_put_back",
+            "tests/training_step/test_step_snapshot.py::test_a_step_that_changes_all_that_it_can",
+            "tests/report/test_verification.py::test_state_that_the_forward_replaces_or_caches_is_put_back",
         ),
     ),
     Mutation(
@@ -116,7 +119,7 @@ BELONGINGS = [
                 "            (),\n",
             ),
         ),
-        ("tests/test_step_snapshot.py::test_a_step_that_changes_all_that_it_can",),
+        ("tests/training_step/test_step_snapshot.py::test_a_step_that_changes_all_that_it_can",),
     ),
     Mutation(
         "inputs-of-each-pass",
@@ -129,7 +132,10 @@ BELONGINGS = [
                 "",
             ),
         ),
-        ("tests/test_step_snapshot.py::test_each_pass_of_planning_begins_with_what_the_step_has[an input]",),
+        (
+            "tests/training_step/test_step_snapshot.py::"
+            "test_each_pass_of_planning_begins_with_what_the_step_has[an input]",
+        ),
     ),
     Mutation(
         "inputs-overwritten",
@@ -142,7 +148,7 @@ BELONGINGS = [
                 "        return tensor.to(device)\n",
             ),
         ),
-        ("tests/test_overwritten.py::test_what_is_overwritten_is_not_read_again",),
+        ("tests/graph/test_overwritten.py::test_what_is_overwritten_is_not_read_again",),
     ),
     Mutation(
         "inputs-changed",
@@ -155,7 +161,7 @@ BELONGINGS = [
                 "            if False:\n",
             ),
         ),
-        ("tests/test_overwritten.py::test_the_error_names_what_changed_the_plan_and_the_remedy",),
+        ("tests/graph/test_overwritten.py::test_the_error_names_what_changed_the_plan_and_the_remedy",),
     ),
     Mutation(
         "other-memory",
@@ -168,7 +174,7 @@ BELONGINGS = [
                 "    return tensor\n",
             ),
         ),
-        ("tests/test_overwritten.py::test_tensors_that_are_given_other_memory_are_no_change",),
+        ("tests/graph/test_overwritten.py::test_tensors_that_are_given_other_memory_are_no_change",),
     ),
     Mutation(
         "caches-of-others",
@@ -181,7 +187,10 @@ BELONGINGS = [
                 "                pass\n",
             ),
         ),
-        ("tests/test_left_behind.py::test_caches_of_other_files_hold_tensors_with_data[in_dictionary]",),
+        (
+            "tests/training_step/test_left_behind.py::"
+            "test_caches_of_other_files_hold_tensors_with_data[in_dictionary]",
+        ),
     ),
     Mutation(
         "imports-while-tracing",
@@ -194,7 +203,10 @@ BELONGINGS = [
                 "        with contextlib.nullcontext():\n",
             ),
         ),
-        ("tests/test_left_behind.py::test_a_file_that_the_forward_imports_first_has_data[after a break]",),
+        (
+            "tests/training_step/test_left_behind.py::"
+            "test_a_file_that_the_forward_imports_first_has_data[after a break]",
+        ),
     ),
     Mutation(
         "let-go",
@@ -207,7 +219,7 @@ BELONGINGS = [
                 "dict(eval_frame.cached_backends).pop(",
             ),
         ),
-        ("tests/test_let_go.py::test_what_was_compiled_of_code_behind_a_break[_applies]",),
+        ("tests/_torch/test_let_go.py::test_what_was_compiled_of_code_behind_a_break[_applies]",),
     ),
     Mutation(
         "random-numbers-of-imports",
@@ -215,7 +227,8 @@ BELONGINGS = [
         "What an import draws is not given back.",
         (Change("planner/imports.py", "        random.setstate(state)\n", "        pass\n"),),
         (
-            "tests/test_random_state.py::test_a_fresh_process_draws_what_it_draws_without_a_plan[auto_checkpoint]",
+            "tests/behaviour/bits/test_random_state.py::"
+            "test_a_fresh_process_draws_what_it_draws_without_a_plan[auto_checkpoint]",
         ),
     ),
     Mutation(
@@ -229,7 +242,10 @@ BELONGINGS = [
                 '"invalidate_compile_context_weakrefs": False,',
             ),
         ),
-        ("tests/test_exchanged_in_place.py::test_a_module_that_was_planned_at_its_first_call",),
+        (
+            "tests/behaviour/memory/test_exchanged_in_place.py::"
+            "test_a_module_that_was_planned_at_its_first_call",
+        ),
     ),
     Mutation(
         "optimizers-in-hooks-put-back",
@@ -242,7 +258,10 @@ BELONGINGS = [
                 "(*given, step.loss, *attributes),",
             ),
         ),
-        ("tests/test_optimizer_in_backward.py::test_all_that_a_method_changes_is_put_back",),
+        (
+            "tests/behaviour/gradients/test_optimizer_in_backward.py::"
+            "test_all_that_a_method_changes_is_put_back",
+        ),
     ),
     Mutation(
         "hooks-that-cannot-be-put-back",
@@ -256,7 +275,7 @@ BELONGINGS = [
             ),
         ),
         (
-            "tests/test_optimizer_in_backward.py"
+            "tests/behaviour/gradients/test_optimizer_in_backward.py"
             "::test_a_hook_of_which_something_cannot_be_put_back_is_not_run_and_said",
         ),
     ),
@@ -271,6 +290,9 @@ BELONGINGS = [
                 "        if False:",
             ),
         ),
-        ("tests/test_optimizer_in_backward.py::test_verify_sees_weights_that_a_wrong_gradient_stepped",),
+        (
+            "tests/behaviour/gradients/test_optimizer_in_backward.py::"
+            "test_verify_sees_weights_that_a_wrong_gradient_stepped",
+        ),
     ),
 ]

@@ -14,14 +14,14 @@ EXACTNESS = [
                 "            if False:\n",
             ),
         ),
-        ("tests/test_strides_of_results.py::test_results_have_the_strides_of_eager[transposed]",),
+        ("tests/_torch/test_strides_of_results.py::test_results_have_the_strides_of_eager[transposed]",),
     ),
     Mutation(
         "untraced-functions",
         "A function that PyTorch cannot trace runs as written, without a warning, where the plan names it.",
         "The plan names none.",
         (Change("planner/planning/make_plan.py", "        untraced=captured.untraced,\n", ""),),
-        ("tests/test_untraced_functions.py::test_a_plan_from_a_file_knows_what_is_not_traced",),
+        ("tests/capture/test_untraced_functions.py::test_a_plan_from_a_file_knows_what_is_not_traced",),
     ),
     Mutation(
         "later-hooks",
@@ -34,7 +34,9 @@ EXACTNESS = [
                 '"skip_nnmodule_hook_guards": True,',
             ),
         ),
-        ("tests/test_later_hooks.py::test_a_hook_that_comes_between_steps_and_goes_again[_forward]",),
+        (
+            "tests/behaviour/gradients/test_later_hooks.py::test_a_hook_that_comes_between_steps_and_goes_again[_forward]",
+        ),
     ),
     Mutation(
         "backwards-under-autocast",
@@ -47,7 +49,9 @@ EXACTNESS = [
                 "        if False:\n",
             ),
         ),
-        ("tests/test_loops_autocast.py::test_a_backward_under_autocast_warns_where_that_would_cast",),
+        (
+            "tests/behaviour/paths/test_loops_autocast.py::test_a_backward_under_autocast_warns_where_that_would_cast",
+        ),
     ),
     Mutation(
         "switches-of-kernels",
@@ -60,7 +64,7 @@ EXACTNESS = [
                 "        self._switches = []\n",
             ),
         ),
-        ("tests/test_switched_kernels.py::test_a_step_under_other_switches_runs_as_it_is",),
+        ("tests/hooks/test_switched_kernels.py::test_a_step_under_other_switches_runs_as_it_is",),
     ),
     Mutation(
         "switches-in-the-backward",
@@ -73,14 +77,16 @@ EXACTNESS = [
                 "        if False:\n",
             ),
         ),
-        ("tests/test_switched_kernels.py::test_other_switches_in_the_backward_are_said",),
+        ("tests/hooks/test_switched_kernels.py::test_other_switches_in_the_backward_are_said",),
     ),
     Mutation(
         "later-hooks-on-all-modules",
         "Hooks on all modules at once that come later run.",
         "Nobody looks whether there are others than at the first step.",
         (Change("planner/runtime/install.py", "        if hooks != self._hooks:\n", "        if False:\n"),),
-        ("tests/test_later_hooks.py::test_a_hook_that_comes_between_steps_and_goes_again[_on_all]",),
+        (
+            "tests/behaviour/gradients/test_later_hooks.py::test_a_hook_that_comes_between_steps_and_goes_again[_on_all]",
+        ),
     ),
     Mutation(
         "casts-that-are-not-kept",
@@ -93,7 +99,7 @@ EXACTNESS = [
                 "        elif depth and not transforms:\n",
             ),
         ),
-        ("tests/test_autocast_cast_cache.py::test_autocast_that_keeps_no_casts",),
+        ("tests/graph/test_autocast_cast_cache.py::test_autocast_that_keeps_no_casts",),
     ),
     Mutation(
         "evaluation-in-the-same-region",
@@ -107,7 +113,7 @@ EXACTNESS = [
             ),
         ),
         (
-            "tests/test_autocast_cast_cache.py::test_a_call_in_evaluation_mode_in_the_same_region_is_warned_of",
+            "tests/graph/test_autocast_cast_cache.py::test_a_call_in_evaluation_mode_in_the_same_region_is_warned_of",
         ),
     ),
     Mutation(
@@ -115,14 +121,14 @@ EXACTNESS = [
         "A wrapper that stands in the place of one of PyTorch's functions is run once.",
         "Graphs call functions by name, and find the wrapper that was followed into them.",
         (Change("planner/runtime/backend.py", "        call_what_was_captured(graph)\n", ""),),
-        ("tests/test_patches.py::test_wrappers_that_are_there_before_planning",),
+        ("tests/_torch/test_patches.py::test_wrappers_that_are_there_before_planning",),
     ),
     Mutation(
         "wrappers-that-dynamo-takes-for-pytorch",
         "A wrapper that is there before Dynamo looks for PyTorch's functions is run once.",
         "Dynamo takes the wrapper for PyTorch's function.",
         (Change("planner/_torch/tracing/rules.py", "    look_inside_wrappers(rules)\n", ""),),
-        ("tests/test_patches.py::test_wrappers_that_are_there_before_anything_is_compiled",),
+        ("tests/_torch/test_patches.py::test_wrappers_that_are_there_before_anything_is_compiled",),
     ),
     Mutation(
         "rules-that-pytorch-forgets",
@@ -135,7 +141,7 @@ EXACTNESS = [
                 "    if _changed:\n",
             ),
         ),
-        ("tests/test_patches.py::test_wrappers_are_followed_after_a_process_group_was_made",),
+        ("tests/_torch/test_patches.py::test_wrappers_are_followed_after_a_process_group_was_made",),
     ),
     Mutation(
         "stances-of-torch-compile",
@@ -148,7 +154,7 @@ EXACTNESS = [
                 "        if callback is None:\n",
             ),
         ),
-        ("tests/test_switches.py::test_a_plan_is_followed_in_any_stance",),
+        ("tests/behaviour/paths/test_switches.py::test_a_plan_is_followed_in_any_stance",),
     ),
     Mutation(
         "dispatch-modes",
@@ -161,7 +167,7 @@ EXACTNESS = [
                 "        if (hindrance := None) is None:\n",
             ),
         ),
-        ("tests/test_switches.py::test_a_step_under_a_dispatch_mode_says_so",),
+        ("tests/behaviour/paths/test_switches.py::test_a_step_under_a_dispatch_mode_says_so",),
     ),
     Mutation(
         "patches-of-classes",
@@ -174,7 +180,7 @@ EXACTNESS = [
                 "        elif (changed := None) is not None:\n",
             ),
         ),
-        ("tests/test_patches.py::test_patches_after_the_first_step_count",),
+        ("tests/_torch/test_patches.py::test_patches_after_the_first_step_count",),
     ),
     Mutation(
         "occurrences",
@@ -188,7 +194,7 @@ EXACTNESS = [
             ),
         ),
         (
-            "tests/test_per_use_gradients.py::test_layers_of_the_same_code_have_their_own_plans_though_one_has_no_backward",
+            "tests/graph/test_per_use_gradients.py::test_layers_of_the_same_code_have_their_own_plans_though_one_has_no_backward",
         ),
     ),
     Mutation(
@@ -202,7 +208,7 @@ EXACTNESS = [
                 "",
             ),
         ),
-        ("tests/test_numpy.py::test_a_token_that_is_written_through_a_mask",),
+        ("tests/behaviour/paths/test_numpy.py::test_a_token_that_is_written_through_a_mask",),
     ),
     Mutation(
         "data-decide",
@@ -215,7 +221,7 @@ EXACTNESS = [
                 "            except ZeroDivisionError as error:",
             ),
         ),
-        ("tests/test_numpy.py::test_what_cannot_be_traced_when_it_runs_is_warned_of",),
+        ("tests/behaviour/paths/test_numpy.py::test_what_cannot_be_traced_when_it_runs_is_warned_of",),
     ),
     Mutation(
         "verified-as-planned",
@@ -228,7 +234,7 @@ EXACTNESS = [
                 "        pass  # a path that random numbers decide",
             ),
         ),
-        ("tests/test_predictions.py::test_predicted_is_measured[Drawn]",),
+        ("tests/behaviour/memory/test_predictions.py::test_predicted_is_measured[Drawn]",),
     ),
     Mutation(
         "shapes-changed-in-place",
@@ -241,7 +247,7 @@ EXACTNESS = [
                 "    if False:\n",
             ),
         ),
-        ("tests/test_in_place.py::test_writes_into_a_stretch_of_a_result",),
+        ("tests/graph/test_in_place.py::test_writes_into_a_stretch_of_a_result",),
     ),
     Mutation(
         "masks-before-pooling",
@@ -257,7 +263,7 @@ EXACTNESS = [
                 "",
             ),
         ),
-        ("tests/test_max_pooling.py::test_other_masks_stay_after_pooling",),
+        ("tests/graph/test_max_pooling.py::test_other_masks_stay_after_pooling",),
     ),
     Mutation(
         "what-was-pooled",
@@ -270,7 +276,7 @@ EXACTNESS = [
                 "    if True:\n",
             ),
         ),
-        ("tests/test_max_pooling.py::test_nothing_that_is_pooled_is_kept[rows]",),
+        ("tests/graph/test_max_pooling.py::test_nothing_that_is_pooled_is_kept[rows]",),
     ),
     Mutation(
         "not-a-number-after-relu",
@@ -283,7 +289,7 @@ EXACTNESS = [
                 "        np.greater(part, 0, out",
             ),
         ),
-        ("tests/test_signs.py::test_relu_by_its_signs",),
+        ("tests/graph/test_signs.py::test_relu_by_its_signs",),
     ),
     Mutation(
         "results-kept-by-their-signs",
@@ -296,7 +302,7 @@ EXACTNESS = [
                 "    read = unpacked[packing.row]\n",
             ),
         ),
-        ("tests/test_signs.py::test_bits_and_bytes_are_as_promised",),
+        ("tests/graph/test_signs.py::test_bits_and_bytes_are_as_promised",),
     ),
     Mutation(
         "forms",
@@ -309,7 +315,7 @@ EXACTNESS = [
                 "torch.contiguous_format",
             ),
         ),
-        ("tests/test_forms.py::test_forms_are_enough",),
+        ("tests/graph/test_forms.py::test_forms_are_enough",),
     ),
     Mutation(
         "hooks-on-saved-tensors",
@@ -323,7 +329,7 @@ EXACTNESS = [
             ),
         ),
         (
-            "tests/test_around_a_step.py::test_the_step_runs_as_it_is_and_that_is_said"
+            "tests/behaviour/gradients/test_around_a_step.py::test_the_step_runs_as_it_is_and_that_is_said"
             "[_rounded-saved_tensors_hooks are on-False]",
         ),
     ),
@@ -338,7 +344,9 @@ EXACTNESS = [
                 "return GraphHook()",
             ),
         ),
-        ("tests/test_process_settings.py::test_a_default_type_that_is_over_before_the_backward",),
+        (
+            "tests/behaviour/bits/test_process_settings.py::test_a_default_type_that_is_over_before_the_backward",
+        ),
     ),
     Mutation(
         "settings-inside-a-forward",
@@ -351,6 +359,6 @@ EXACTNESS = [
                 "",
             ),
         ),
-        ("tests/test_process_settings.py::test_what_a_forward_sets[Deterministic]",),
+        ("tests/behaviour/bits/test_process_settings.py::test_what_a_forward_sets[Deterministic]",),
     ),
 ]

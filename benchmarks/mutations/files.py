@@ -18,7 +18,7 @@ FILES = [
                 '            raise PlanFileError(f"{source}: not valid JSON',
             ),
         ),
-        ("tests/test_plan_file.py::test_any_change_of_bytes_is_a_plan_or_refused",),
+        ("tests/planfile/test_plan_file.py::test_any_change_of_bytes_is_a_plan_or_refused",),
     ),
     Mutation(
         "changed-structure",
@@ -31,7 +31,7 @@ FILES = [
                 '    return f"{message}{more}"\n',
             ),
         ),
-        ("tests/test_plan_file.py::test_a_wrong_field_is_named",),
+        ("tests/planfile/test_plan_file.py::test_a_wrong_field_is_named",),
     ),
     Mutation(
         "schedule-is-checked",
@@ -44,7 +44,7 @@ FILES = [
                 "            if op_id == awaited and op_id >= count:\n",
             ),
         ),
-        ("tests/test_plan_file.py::test_a_wrong_field_is_named",),
+        ("tests/planfile/test_plan_file.py::test_a_wrong_field_is_named",),
     ),
     Mutation(
         "no-code",
@@ -63,7 +63,7 @@ FILES = [
                 '            raise PlanFileError(f"{source}: not valid JSON',
             ),
         ),
-        ("tests/test_plan_file.py::test_reading_a_file_runs_no_code",),
+        ("tests/planfile/test_plan_file.py::test_reading_a_file_runs_no_code",),
     ),
     Mutation(
         "no-program",
@@ -76,7 +76,7 @@ FILES = [
                 "        if not decides_code_alone(name, value) and own.get(name, value) != value:\n",
             ),
         ),
-        ("tests/test_hostile_options.py::test_a_plan_file_runs_no_program_of_its_authors_choice",),
+        ("tests/hostile/test_hostile_options.py::test_a_plan_file_runs_no_program_of_its_authors_choice",),
     ),
     Mutation(
         "no-crash",
@@ -89,7 +89,7 @@ FILES = [
                 "            import json\n\n            data = json.loads(text)\n",
             ),
         ),
-        ("tests/test_plan_file.py::test_other_json_is_refused",),
+        ("tests/planfile/test_plan_file.py::test_other_json_is_refused",),
     ),
     Mutation(
         "re-runs-are-checked",
@@ -102,7 +102,9 @@ FILES = [
                 "",
             ),
         ),
-        ("tests/test_installed_steps.py::test_a_plan_that_was_tampered_with_cannot_change_results",),
+        (
+            "tests/behaviour/modules/test_installed_steps.py::test_a_plan_that_was_tampered_with_cannot_change_results",
+        ),
     ),
     Mutation(
         "no-partial-apply",
@@ -115,7 +117,7 @@ FILES = [
                 "    _install(model, plan, None, on_new_shape, loss)\n    found = class_name(model)\n",
             ),
         ),
-        ("tests/test_install.py::test_another_model_is_refused_and_left_alone",),
+        ("tests/runtime/test_install.py::test_another_model_is_refused_and_left_alone",),
     ),
     Mutation(
         "read-only-directory",
@@ -129,7 +131,7 @@ FILES = [
                 "            os.access(probe, os.W_OK)\n",
             ),
         ),
-        ("tests/test_plan_file.py::test_a_read_only_directory_is_named",),
+        ("tests/planfile/test_plan_file.py::test_a_read_only_directory_is_named",),
     ),
     Mutation(
         "disk-full",
@@ -147,7 +149,7 @@ FILES = [
                 "os.replace(target, target)",
             ),
         ),
-        ("tests/test_plan_file.py::test_a_failing_save_leaves_what_was_there[True-os.fsync]",),
+        ("tests/planfile/test_plan_file.py::test_a_failing_save_leaves_what_was_there[True-os.fsync]",),
     ),
     Mutation(
         "interrupted-save",
@@ -160,7 +162,7 @@ FILES = [
                 "        except Exception:\n            with contextlib",
             ),
         ),
-        ("tests/test_plan_file.py::test_a_failing_save_leaves_what_was_there",),
+        ("tests/planfile/test_plan_file.py::test_a_failing_save_leaves_what_was_there",),
     ),
     Mutation(
         "solver-missing",
@@ -173,7 +175,7 @@ FILES = [
                 "    except FileNotFoundError as error:\n",
             ),
         ),
-        ("tests/test_portfolio.py::test_without_any_integer_solver_an_answer_is_still_found",),
+        ("tests/solvers/test_portfolio.py::test_without_any_integer_solver_an_answer_is_still_found",),
     ),
     Mutation(
         "solver-times-out",
@@ -186,6 +188,8 @@ FILES = [
                 '        solver.setOptionValue("time_limit", 1e9)\n',
             ),
         ),
-        ("tests/test_milp.py::test_a_time_limit_is_kept_and_an_unfinished_answer_is_not_called_optimal",),
+        (
+            "tests/solvers/test_milp.py::test_a_time_limit_is_kept_and_an_unfinished_answer_is_not_called_optimal",
+        ),
     ),
 ]

@@ -2,9 +2,9 @@
 
 from benchmarks.mutations.record import Change, Mutation
 
-_NAMES = "tests/test_hostile_names.py"
-_FILES = "tests/test_hostile_files.py"
-_DATA = "tests/test_hostile_data.py"
+_NAMES = "tests/hostile/test_hostile_names.py"
+_FILES = "tests/hostile/test_hostile_files.py"
+_DATA = "tests/hostile/test_hostile_data.py"
 
 HOSTILE = [
     Mutation(
@@ -149,7 +149,7 @@ HOSTILE = [
                 "        pass\n",
             ),
         ),
-        ("tests/test_hostile_options.py::test_a_plan_file_runs_no_program_of_its_authors_choice",),
+        ("tests/hostile/test_hostile_options.py::test_a_plan_file_runs_no_program_of_its_authors_choice",),
     ),
     Mutation(
         "fail-fast",
@@ -293,7 +293,7 @@ HOSTILE = [
                 '        return super().find_class(module, name)\n        print(f"',
             ),
         ),
-        ("tests/test_snapshot.py::test_other_files_are_refused",),
+        ("tests/training_step/test_snapshot.py::test_other_files_are_refused",),
     ),
     Mutation(
         "plain-codes-only",

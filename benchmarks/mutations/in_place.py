@@ -14,7 +14,7 @@ IN_PLACE = [
                 "",
             ),
         ),
-        ("tests/test_few_bytes.py::test_what_is_read_stays_until_all_that_runs_together_is_done",),
+        ("tests/lowering/test_few_bytes.py::test_what_is_read_stays_until_all_that_runs_together_is_done",),
     ),
     Mutation(
         "unread-results-of-what-runs-together",
@@ -28,7 +28,7 @@ IN_PLACE = [
             ),
         ),
         (
-            "tests/test_few_bytes.py::test_results_that_nobody_reads_stay_until_all_that_runs_together_is_done",
+            "tests/lowering/test_few_bytes.py::test_results_that_nobody_reads_stay_until_all_that_runs_together_is_done",
         ),
     ),
     Mutation(
@@ -42,7 +42,7 @@ IN_PLACE = [
                 "                pass\n",
             ),
         ),
-        ("tests/test_operators.py::test_gradients_of_a_single_image_lie_in_memory_as_without_a_plan",),
+        ("tests/_torch/test_operators.py::test_gradients_of_a_single_image_lie_in_memory_as_without_a_plan",),
     ),
     Mutation(
         "numbers-of-written-views",
@@ -55,7 +55,7 @@ IN_PLACE = [
                 "elif False:",
             ),
         ),
-        ("tests/test_predictions.py::test_predicted_is_measured",),
+        ("tests/behaviour/memory/test_predictions.py::test_predicted_is_measured",),
     ),
     Mutation(
         "gradients-that-are-parts",
@@ -68,7 +68,7 @@ IN_PLACE = [
                 "return cls(order)",
             ),
         ),
-        ("tests/test_tangent_layouts.py::test_gradients_of_what_is_joined_are_taken_as_they_are",),
+        ("tests/graph/test_tangent_layouts.py::test_gradients_of_what_is_joined_are_taken_as_they_are",),
     ),
     Mutation(
         "executions-apart",
@@ -81,7 +81,7 @@ IN_PLACE = [
                 "        for executions in self.gradients.groups()[1:1]:",
             ),
         ),
-        ("tests/test_tangent_layouts.py::test_executions_get_gradients_as_they_lie",),
+        ("tests/graph/test_tangent_layouts.py::test_executions_get_gradients_as_they_lie",),
     ),
     Mutation(
         "executions-apart-in-order",
@@ -99,7 +99,7 @@ IN_PLACE = [
                 "    if False:",
             ),
         ),
-        ("tests/test_tangent_layouts.py::test_executions_get_gradients_as_they_lie",),
+        ("tests/graph/test_tangent_layouts.py::test_executions_get_gradients_as_they_lie",),
     ),
     Mutation(
         "strides-at-other-sizes",
@@ -112,7 +112,7 @@ IN_PLACE = [
                 "if True:\n",
             ),
         ),
-        ("tests/test_tangent_layouts.py::test_gradients_at_other_sizes_are_taken_as_they_are",),
+        ("tests/graph/test_tangent_layouts.py::test_gradients_at_other_sizes_are_taken_as_they_are",),
     ),
     Mutation(
         "pooled-results-that-leave",
@@ -125,7 +125,7 @@ IN_PLACE = [
                 "if result is None:",
             ),
         ),
-        ("tests/test_max_pooling.py::test_pooled_results_that_a_loop_changes_in_place_are_not_read",),
+        ("tests/graph/test_max_pooling.py::test_pooled_results_that_a_loop_changes_in_place_are_not_read",),
     ),
     Mutation(
         "running-statistics-in-evaluation",
@@ -140,7 +140,7 @@ IN_PLACE = [
                 "        elif ",
             ),
         ),
-        ("tests/test_running_statistics.py::test_steps_are_equal_and_hold_none",),
+        ("tests/graph/test_running_statistics.py::test_steps_are_equal_and_hold_none",),
     ),
     Mutation(
         "running-statistics-held",
@@ -153,7 +153,9 @@ IN_PLACE = [
                 "                assert position",
             ),
         ),
-        ("tests/test_running_statistics.py::test_a_plan_by_regions_takes_what_the_step_without_one_takes",),
+        (
+            "tests/graph/test_running_statistics.py::test_a_plan_by_regions_takes_what_the_step_without_one_takes",
+        ),
     ),
     Mutation(
         "results-changed",
@@ -166,7 +168,9 @@ IN_PLACE = [
                 "if False:",
             ),
         ),
-        ("tests/test_kept_results.py::test_a_loop_that_changes_a_kept_result_in_place_is_an_error",),
+        (
+            "tests/behaviour/memory/test_kept_results.py::test_a_loop_that_changes_a_kept_result_in_place_is_an_error",
+        ),
     ),
     Mutation(
         "results-kept",
@@ -179,7 +183,7 @@ IN_PLACE = [
                 "",
             ),
         ),
-        ("tests/test_kept_results.py::test_results_that_are_changed_in_place_are_not_kept",),
+        ("tests/behaviour/memory/test_kept_results.py::test_results_that_are_changed_in_place_are_not_kept",),
     ),
     Mutation(
         "views-handed-out",
@@ -192,7 +196,7 @@ IN_PLACE = [
                 "gradients = False",
             ),
         ),
-        ("tests/test_gradients_handed_out.py::test_what_is_added_to_it_takes_what_was_predicted",),
+        ("tests/lowering/test_gradients_handed_out.py::test_what_is_added_to_it_takes_what_was_predicted",),
     ),
     Mutation(
         "strides-of-added-views",
@@ -205,14 +209,18 @@ IN_PLACE = [
                 "                pass\n",
             ),
         ),
-        ("tests/test_gradients_handed_out.py::test_a_view_stays_one_where_later_strides_depend_on_it",),
+        (
+            "tests/lowering/test_gradients_handed_out.py::test_a_view_stays_one_where_later_strides_depend_on_it",
+        ),
     ),
     Mutation(
         "uses-of-transposed-inputs",
         "Gradients of an input that lies transposed are handed out by use where others are added before.",
         "A copy of such an input counts as written to, since it was made by a write.",
         (Change("planner/_torch/joint/aot.py", "    if version_of(copy):\n", "    if False:\n"),),
-        ("tests/test_per_use_gradients.py::test_uses_of_what_lies_transposed_add_up_as_without_a_plan",),
+        (
+            "tests/graph/test_per_use_gradients.py::test_uses_of_what_lies_transposed_add_up_as_without_a_plan",
+        ),
     ),
     Mutation(
         "strides-of-returned-parts",
@@ -225,7 +233,7 @@ IN_PLACE = [
                 "    if True:\n",
             ),
         ),
-        ("tests/test_per_use_gradients.py::test_gradients_of_parts_lie_in_memory_as_without_a_plan",),
+        ("tests/graph/test_per_use_gradients.py::test_gradients_of_parts_lie_in_memory_as_without_a_plan",),
     ),
     Mutation(
         "held-for-a-second-run",
@@ -238,7 +246,7 @@ IN_PLACE = [
                 "        self._held = _as_they_are\n",
             ),
         ),
-        ("tests/test_predictions.py::test_what_comes_first_is_not_held_for_a_second_run",),
+        ("tests/behaviour/memory/test_predictions.py::test_what_comes_first_is_not_held_for_a_second_run",),
     ),
     Mutation(
         "sums-into-views",
@@ -252,8 +260,8 @@ IN_PLACE = [
             ),
         ),
         (
-            "tests/test_operators.py::test_gradients_of_a_single_image_lie_in_memory_as_without_a_plan",
-            "tests/test_dying_operands.py::test_nothing_is_added_in_place_to_a_view_nor_written_into_one_whose_strides_are_not_known",
+            "tests/_torch/test_operators.py::test_gradients_of_a_single_image_lie_in_memory_as_without_a_plan",
+            "tests/graph/test_dying_operands.py::test_nothing_is_added_in_place_to_a_view_nor_written_into_one_whose_strides_are_not_known",
         ),
     ),
     Mutation(
@@ -269,7 +277,7 @@ IN_PLACE = [
             ),
         ),
         (
-            "tests/test_dying_operands.py::"
+            "tests/graph/test_dying_operands.py::"
             "test_nothing_is_written_into_what_may_have_other_strides_than_traced",
         ),
     ),
@@ -284,7 +292,7 @@ IN_PLACE = [
                 "        if self._first[key] in others:\n",
             ),
         ),
-        ("tests/test_dying_operands.py::test_only_what_dies_is_written_into",),
+        ("tests/graph/test_dying_operands.py::test_only_what_dies_is_written_into",),
     ),
     Mutation(
         "residuals-that-wait",
@@ -298,7 +306,7 @@ IN_PLACE = [
             ),
         ),
         (
-            "tests/test_dying_operands.py::"
+            "tests/graph/test_dying_operands.py::"
             "test_in_the_forward_a_residual_is_added_into_what_waits_for_it_at_no_cost",
         ),
     ),
@@ -314,7 +322,7 @@ IN_PLACE = [
                 "",
             ),
         ),
-        ("tests/test_means_and_squares.py::test_only_where_products_read_them",),
+        ("tests/graph/test_means_and_squares.py::test_only_where_products_read_them",),
     ),
     Mutation(
         "dying-operands-of-absent-gradients",
@@ -327,14 +335,14 @@ IN_PLACE = [
                 "        pass\n",
             ),
         ),
-        ("tests/test_dying_operands.py::test_without_a_gradient_nothing_is_written_into_what_is_left",),
+        ("tests/graph/test_dying_operands.py::test_without_a_gradient_nothing_is_written_into_what_is_left",),
     ),
     Mutation(
         "writes-in-place",
         "What is written in place into a stretch of something larger lies in memory as without a plan.",
         "Results of such writes are tensors of their own.",
         (Change("planner/_torch/joint/aot.py", "        stack.enter_context(results_in_place())\n", ""),),
-        ("tests/test_in_place.py::test_recurrent_cells[GRUCell-20]",),
+        ("tests/graph/test_in_place.py::test_recurrent_cells[GRUCell-20]",),
     ),
     Mutation(
         "gradients-that-arrive-later",
@@ -348,7 +356,7 @@ IN_PLACE = [
             ),
         ),
         (
-            "tests/test_unused_outputs.py::test_a_gradient_that_the_probing_pass_overlooked_is_found_when_the_step_runs",
+            "tests/hooks/test_unused_outputs.py::test_a_gradient_that_the_probing_pass_overlooked_is_found_when_the_step_runs",
         ),
     ),
     Mutation(
@@ -362,7 +370,7 @@ IN_PLACE = [
                 "        elif torch.is_grad_enabled():\n",
             ),
         ),
-        ("tests/test_in_place.py::test_a_number_that_is_added_to_some_integers_is_saved_by_nobody",),
+        ("tests/graph/test_in_place.py::test_a_number_that_is_added_to_some_integers_is_saved_by_nobody",),
     ),
     Mutation(
         "buffers-that-checkpoints-fill",
@@ -375,7 +383,7 @@ IN_PLACE = [
                 "self.changes = any(storage_key(t) in self._given and t._version for t in written)",
             ),
         ),
-        ("tests/test_recycled_buffers.py::test_a_buffer_that_each_layer_fills_again[data]",),
+        ("tests/behaviour/memory/test_recycled_buffers.py::test_a_buffer_that_each_layer_fills_again[data]",),
     ),
     Mutation(
         "bytes-before-and-after",
@@ -388,7 +396,9 @@ IN_PLACE = [
                 "        return False\n",
             ),
         ),
-        ("tests/test_recycled_buffers.py::test_a_buffer_that_numpy_fills_again_is_read_as_it_was",),
+        (
+            "tests/behaviour/memory/test_recycled_buffers.py::test_a_buffer_that_numpy_fills_again_is_read_as_it_was",
+        ),
     ),
     Mutation(
         "bytes-in-replays",
@@ -402,7 +412,7 @@ IN_PLACE = [
             ),
         ),
         (
-            "tests/test_recycled_buffers.py::test_a_buffer_that_numpy_fills_again_is_not_read_again_by_replays",
+            "tests/behaviour/memory/test_recycled_buffers.py::test_a_buffer_that_numpy_fills_again_is_not_read_again_by_replays",
         ),
     ),
     Mutation(
@@ -417,7 +427,7 @@ IN_PLACE = [
             ),
         ),
         (
-            "tests/test_recycled_buffers.py::"
+            "tests/behaviour/memory/test_recycled_buffers.py::"
             "test_a_result_that_is_written_over_is_refused_in_graphs_and_not_run_again_in_replays[data]",
         ),
     ),
@@ -433,7 +443,7 @@ IN_PLACE = [
             ),
         ),
         (
-            "tests/test_recycled_buffers.py::"
+            "tests/behaviour/memory/test_recycled_buffers.py::"
             "test_a_buffer_in_a_list_that_is_filled_behind_a_break_is_read_as_it_was",
         ),
     ),
@@ -448,6 +458,6 @@ IN_PLACE = [
                 "        if False:\n",
             ),
         ),
-        ("tests/test_recycled_buffers.py::test_what_is_filled_through_dlpack",),
+        ("tests/behaviour/memory/test_recycled_buffers.py::test_what_is_filled_through_dlpack",),
     ),
 ]

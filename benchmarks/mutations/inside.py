@@ -40,7 +40,7 @@ INSIDE = [
         "The view is taken inside of the graph.",
         (Change("planner/capture/graphs/runners.py", "apart = views_outside(graph)", "apart = None"),),
         (
-            "tests/test_views_handed_on.py::"
+            "tests/behaviour/memory/test_views_handed_on.py::"
             "test_what_is_used_elsewhere_too_gets_the_gradient_of_a_view_in_one[two_uses_of_the_first_view]",
         ),
     ),
@@ -56,7 +56,7 @@ INSIDE = [
             ),
         ),
         (
-            "tests/test_views_handed_on.py::"
+            "tests/behaviour/memory/test_views_handed_on.py::"
             "test_what_is_used_elsewhere_too_gets_the_gradient_of_a_view_in_one[used_before_the_view]",
         ),
     ),
@@ -71,7 +71,10 @@ INSIDE = [
                 "if True:",
             ),
         ),
-        ("tests/test_round_like_eager.py::test_a_bilinear_product_under_autocast_is_cast_as_by_eager",),
+        (
+            "tests/behaviour/bits/test_round_like_eager.py::"
+            "test_a_bilinear_product_under_autocast_is_cast_as_by_eager",
+        ),
     ),
     Mutation(
         "functions-differentiated-twice",
@@ -86,7 +89,8 @@ INSIDE = [
             Change("planner/hooks/double_backward.py", "if calls_functions(context.graph):", "if False:"),
         ),
         (
-            "tests/test_gradients_inside.py::test_gradients_that_no_graph_has_whole_are_refused[WithAFunction]",
+            "tests/hooks/test_gradients_inside.py::"
+            "test_gradients_that_no_graph_has_whole_are_refused[WithAFunction]",
         ),
     ),
     Mutation(
@@ -94,14 +98,20 @@ INSIDE = [
         "The user's own torch.utils.checkpoint calls are seen through.",
         "A graph ends at each call of torch.utils.checkpoint.",
         (CHECKPOINTS_END_GRAPHS,),
-        ("tests/test_user_checkpoints.py::test_checkpoints_of_the_user_are_seen_through[Checkpointed]",),
+        (
+            "tests/behaviour/gradients/test_user_checkpoints.py::"
+            "test_checkpoints_of_the_user_are_seen_through[Checkpointed]",
+        ),
     ),
     Mutation(
         "gradient-checkpointing-enable",
         "gradient_checkpointing_enable() of Hugging Face's models is seen through.",
         "A graph ends at each call of torch.utils.checkpoint.",
         (CHECKPOINTS_END_GRAPHS,),
-        ("tests/test_user_checkpoints.py::test_gradient_checkpointing_of_hugging_face_is_seen_through",),
+        (
+            "tests/behaviour/gradients/test_user_checkpoints.py::"
+            "test_gradient_checkpointing_of_hugging_face_is_seen_through",
+        ),
     ),
     Mutation(
         "checkpoints-are-said",
@@ -114,21 +124,24 @@ INSIDE = [
                 "    if not sum(",
             ),
         ),
-        ("tests/test_user_checkpoints.py::test_checkpoints_of_the_user_are_seen_through[Checkpointed]",),
+        (
+            "tests/behaviour/gradients/test_user_checkpoints.py::"
+            "test_checkpoints_of_the_user_are_seen_through[Checkpointed]",
+        ),
     ),
     Mutation(
         "forward-hooks",
         "Forward hooks on submodules are planned, and run.",
         "The copy that is captured has no forward hooks.",
         (_strips("_forward_hooks", "_forward_pre_hooks"),),
-        ("tests/test_inside.py::test_forward_hooks_on_submodules_change_what_is_computed",),
+        ("tests/behaviour/paths/test_inside.py::test_forward_hooks_on_submodules_change_what_is_computed",),
     ),
     Mutation(
         "backward-hooks",
         "Backward hooks on submodules are planned, and run.",
         "The copy that is captured has no backward hooks.",
         (_strips("_backward_hooks", "_backward_pre_hooks"),),
-        ("tests/test_inside.py::test_backward_hooks_on_submodules_change_gradients",),
+        ("tests/behaviour/paths/test_inside.py::test_backward_hooks_on_submodules_change_gradients",),
     ),
     Mutation(
         "outer-hooks",
@@ -141,14 +154,14 @@ INSIDE = [
                 "        return self._forward(*args, **kwargs)\n",
             ),
         ),
-        ("tests/test_install.py::test_hooks_on_the_outside_run",),
+        ("tests/runtime/test_install.py::test_hooks_on_the_outside_run",),
     ),
     Mutation(
         "autograd-function",
         "A torch.autograd.Function of the user's is captured with its own backward.",
         "A graph ends at each function of the user's.",
         (_ends_graphs("misc import AutogradFunctionVariable", "call_apply"),),
-        ("tests/test_operators.py::test_a_custom_autograd_function",),
+        ("tests/_torch/test_operators.py::test_a_custom_autograd_function",),
     ),
     Mutation(
         "autograd-function-breaks",
@@ -161,7 +174,7 @@ INSIDE = [
                 "with under_autocast(self.autocast), dtype:",
             ),
         ),
-        ("tests/test_operators.py::test_a_custom_autograd_function_that_breaks_the_graph",),
+        ("tests/_torch/test_operators.py::test_a_custom_autograd_function_that_breaks_the_graph",),
     ),
     Mutation(
         "custom-operators",
@@ -174,7 +187,7 @@ INSIDE = [
                 "\n",
             ),
         ),
-        ("tests/test_operators.py::test_an_operator_that_draws_numbers_draws_the_same_again",),
+        ("tests/_torch/test_operators.py::test_an_operator_that_draws_numbers_draws_the_same_again",),
     ),
     Mutation(
         "in-place",
@@ -187,7 +200,7 @@ INSIDE = [
                 "    mutated = frozenset[int]()\n",
             ),
         ),
-        ("tests/test_inside.py::test_a_buffer_that_the_forward_changes",),
+        ("tests/behaviour/paths/test_inside.py::test_a_buffer_that_the_forward_changes",),
     ),
     Mutation(
         "layerdrop",
@@ -200,7 +213,7 @@ INSIDE = [
                 "",
             ),
         ),
-        ("tests/test_inside.py::test_layers_that_are_left_out_by_chance[DroppedByPython]",),
+        ("tests/behaviour/paths/test_inside.py::test_layers_that_are_left_out_by_chance[DroppedByPython]",),
     ),
     Mutation(
         "cache",
@@ -221,7 +234,7 @@ INSIDE = [
                 "        memo.update({id(v): v for v in held if isinstance(v, dict | list)})\n",
             ),
         ),
-        ("tests/test_inside.py::test_a_cache_that_the_first_forward_fills",),
+        ("tests/behaviour/paths/test_inside.py::test_a_cache_that_the_first_forward_fills",),
     ),
     Mutation(
         "loss-of-the-copy",
@@ -234,7 +247,10 @@ INSIDE = [
                 "loss",
             ),
         ),
-        ("tests/test_module_copies.py::test_a_loss_reads_what_the_forward_of_the_copy_left[a method]",),
+        (
+            "tests/behaviour/modules/test_module_copies.py::"
+            "test_a_loss_reads_what_the_forward_of_the_copy_left[a method]",
+        ),
     ),
     Mutation(
         "lists-count",
@@ -247,7 +263,10 @@ INSIDE = [
                 "(*contexts, states_apart)",
             ),
         ),
-        ("tests/test_constant_lists.py::test_a_step_follows_its_plan_where_a_list_decides_sizes[repeated]",),
+        (
+            "tests/behaviour/paths/test_constant_lists.py::"
+            "test_a_step_follows_its_plan_where_a_list_decides_sizes[repeated]",
+        ),
     ),
     Mutation(
         "unseen-per-use",
@@ -261,7 +280,7 @@ INSIDE = [
             ),
         ),
         (
-            "tests/test_first_forward.py"
+            "tests/runtime/test_first_forward.py"
             "::test_gradients_that_pieces_of_a_first_forward_share_are_added_up_in_order",
         ),
     ),
@@ -271,7 +290,8 @@ INSIDE = [
         "The first step runs in pieces.",
         (Change("planner/_torch/tracing/dynamo_patches.py", "    set_up_before_tracing(_is_ours)\n", ""),),
         (
-            "tests/test_first_forward.py::test_hooks_that_transformers_puts_into_a_model_in_its_first_forward"
+            "tests/runtime/test_first_forward.py::"
+            "test_hooks_that_transformers_puts_into_a_model_in_its_first_forward"
             "_are_there_before_it_is_traced",
         ),
     ),
@@ -287,7 +307,7 @@ INSIDE = [
                 "            return remapped.backward, remapped.packed, {}\n",
             ),
         ),
-        ("tests/test_install.py::test_a_path_that_was_not_planned_is_right_and_said",),
+        ("tests/runtime/test_install.py::test_a_path_that_was_not_planned_is_right_and_said",),
     ),
     Mutation(
         "breaks-in-loops",
@@ -300,7 +320,7 @@ INSIDE = [
                 "    _round_like_eager()",
             ),
         ),
-        ("tests/test_capture_coverage.py::test_breaks_inside_a_loop_leave_graphs_that_are_planned",),
+        ("tests/capture/test_capture_coverage.py::test_breaks_inside_a_loop_leave_graphs_that_are_planned",),
     ),
     Mutation(
         "first-compiled-around-it",
@@ -313,7 +333,7 @@ INSIDE = [
                 "    pass  #",
             ),
         ),
-        ("tests/test_lazy.py::test_compiled_code_around_it_is_all_that_a_process_has_compiled",),
+        ("tests/lazy/test_lazy.py::test_compiled_code_around_it_is_all_that_a_process_has_compiled",),
     ),
     Mutation(
         "known-breaks",
@@ -326,7 +346,7 @@ INSIDE = [
                 "(known.code, known.offset, known.called) == call[:3]:",
             ),
         ),
-        ("tests/test_known_breaks.py::test_plans_are_those_of_finding_it_from_each_frame[_InALoop]",),
+        ("tests/_torch/test_known_breaks.py::test_plans_are_those_of_finding_it_from_each_frame[_InALoop]",),
     ),
     Mutation(
         "compiled-by-others",
@@ -339,7 +359,7 @@ INSIDE = [
                 "innermost in backends",
             ),
         ),
-        ("tests/test_known_breaks.py::test_code_of_the_users_own_is_compiled_as_before",),
+        ("tests/_torch/test_known_breaks.py::test_code_of_the_users_own_is_compiled_as_before",),
     ),
     Mutation(
         "compiled-parts",
@@ -353,7 +373,8 @@ INSIDE = [
             ),
         ),
         (
-            "tests/test_compiled_parts.py::test_compiled_parts_run_uncompiled_by_a_plan_and_it_says_so"
+            "tests/behaviour/paths/test_compiled_parts.py::"
+            "test_compiled_parts_run_uncompiled_by_a_plan_and_it_says_so"
             "[False-function]",
         ),
     ),
@@ -369,7 +390,8 @@ INSIDE = [
             ),
         ),
         (
-            "tests/test_compiled_parts.py::test_a_break_in_a_loop_that_the_users_compile_met_is_passed_by_a_plan"
+            "tests/behaviour/paths/test_compiled_parts.py::"
+            "test_a_break_in_a_loop_that_the_users_compile_met_is_passed_by_a_plan"
             "[before]",
         ),
     ),
@@ -385,7 +407,7 @@ INSIDE = [
             ),
         ),
         (
-            "tests/test_inductor.py::"
+            "tests/inductor/test_inductor.py::"
             "test_the_gradient_of_a_result_is_there_beside_the_same_that_is_not_differentiated",
         ),
     ),

@@ -49,7 +49,7 @@ LOOPS = [
             ),
         ),
         (
-            "tests/test_loops_losses.py"
+            "tests/behaviour/paths/test_loops_losses.py"
             "::test_a_loss_of_an_output_and_of_its_gradient_is_warned_of_where_they_are_one[2]",
         ),
     ),
@@ -59,7 +59,7 @@ LOOPS = [
         "They go on by the plan, and differ in their last bits at every step.",
         (Change("planner/compiled/calls.py", "self._left.add(call.of_leaves)", "pass"),),
         (
-            "tests/test_second_derivatives.py"
+            "tests/behaviour/gradients/test_second_derivatives.py"
             "::test_after_a_second_derivative_calls_of_its_kind_run_as_they_are_and_are_exact[output]",
         ),
     ),
@@ -74,7 +74,7 @@ LOOPS = [
                 "",
             ),
         ),
-        ("tests/test_carried_history.py::test_neurons_that_are_set_back_between_steps_are_planned",),
+        ("tests/capture/test_carried_history.py::test_neurons_that_are_set_back_between_steps_are_planned",),
     ),
     Mutation(
         "carried-history-verified",
@@ -87,7 +87,7 @@ LOOPS = [
                 "            if False:\n",
             ),
         ),
-        ("tests/test_carried_history.py::test_neurons_that_are_set_back_between_steps_are_planned",),
+        ("tests/capture/test_carried_history.py::test_neurons_that_are_set_back_between_steps_are_planned",),
     ),
     Mutation(
         "functions-without-gradients",
@@ -100,7 +100,7 @@ LOOPS = [
                 "",
             ),
         ),
-        ("tests/test_undefined_gradients.py::test_functions_of_python_do_nothing_without_a_gradient",),
+        ("tests/hooks/test_undefined_gradients.py::test_functions_of_python_do_nothing_without_a_gradient",),
     ),
     Mutation(
         "autocast-bfloat16",
@@ -114,7 +114,7 @@ LOOPS = [
                 "            return modules.call_with_forward(model, self._forward, args, kwargs)\n",
             ),
         ),
-        ("tests/test_loops_autocast.py::test_autocast_with_a_gradient_scaler[dtype0]",),
+        ("tests/behaviour/paths/test_loops_autocast.py::test_autocast_with_a_gradient_scaler[dtype0]",),
     ),
     Mutation(
         "autocast-backward",
@@ -127,7 +127,9 @@ LOOPS = [
                 '        backward_pass_autocast="same_as_forward",\n',
             ),
         ),
-        ("tests/test_loops_autocast.py::test_backward_is_not_under_autocast_though_the_forward_is",),
+        (
+            "tests/behaviour/paths/test_loops_autocast.py::test_backward_is_not_under_autocast_though_the_forward_is",
+        ),
     ),
     Mutation(
         "autocast-float16-scaler",
@@ -146,7 +148,7 @@ LOOPS = [
                 "            return self._tangents[original]\n",
             ),
         ),
-        ("tests/test_loops_autocast.py::test_autocast_with_a_gradient_scaler[dtype1]",),
+        ("tests/behaviour/paths/test_loops_autocast.py::test_autocast_with_a_gradient_scaler[dtype1]",),
     ),
     Mutation(
         "casts-are-shared",
@@ -159,7 +161,7 @@ LOOPS = [
                 "",
             ),
         ),
-        ("tests/test_loops_autocast.py::test_weights_that_are_used_twice_under_autocast",),
+        ("tests/behaviour/paths/test_loops_autocast.py::test_weights_that_are_used_twice_under_autocast",),
     ),
     Mutation(
         "calls-in-one-region",
@@ -174,7 +176,7 @@ LOOPS = [
             ),
         ),
         (
-            "tests/test_autocast_cast_cache.py::test_gradients_of_calls_in_one_region_meet_as_without_a_plan[kind0]",
+            "tests/graph/test_autocast_cast_cache.py::test_gradients_of_calls_in_one_region_meet_as_without_a_plan[kind0]",
         ),
     ),
     Mutation(
@@ -183,7 +185,7 @@ LOOPS = [
         "What is noted of a region is lost with its casts, which planning frees.",
         (Change("planner/_torch/autocast_state.py", "again.update(notes)", "again.clear()"),),
         (
-            "tests/test_autocast_cast_cache.py"
+            "tests/graph/test_autocast_cast_cache.py"
             "::test_calls_of_other_sizes_that_are_planned_between_meet_as_without_a_plan[replan]",
         ),
     ),
@@ -192,7 +194,9 @@ LOOPS = [
         "Gradients are accumulated over several backwards; zero_grad(set_to_none=False) keeps its tensors.",
         "A planned call drops the gradients that are there when it begins.",
         (DROPS_GRADIENTS,),
-        ("tests/test_loops_autocast.py::test_accumulation_with_clipping_and_both_kinds_of_zero_grad",),
+        (
+            "tests/behaviour/paths/test_loops_autocast.py::test_accumulation_with_clipping_and_both_kinds_of_zero_grad",
+        ),
     ),
     Mutation(
         "clipping",
@@ -216,7 +220,9 @@ LOOPS = [
                 "    return rounding\n",
             ),
         ),
-        ("tests/test_loops_autocast.py::test_accumulation_with_clipping_and_both_kinds_of_zero_grad",),
+        (
+            "tests/behaviour/paths/test_loops_autocast.py::test_accumulation_with_clipping_and_both_kinds_of_zero_grad",
+        ),
     ),
     Mutation(
         "zero-grad-to-none",
@@ -233,7 +239,7 @@ LOOPS = [
             ),
         ),
         (
-            "tests/test_loops_losses.py::test_an_output_that_the_loss_stops_using_leaves_no_gradient[logits_loss]",
+            "tests/behaviour/paths/test_loops_losses.py::test_an_output_that_the_loss_stops_using_leaves_no_gradient[logits_loss]",
         ),
     ),
     Mutation(
@@ -241,7 +247,7 @@ LOOPS = [
         "Several losses and outputs, each with a backward of its own.",
         "Outputs without a gradient count as outputs with a gradient of zeros.",
         (ABSENT_IS_ZERO,),
-        ("tests/test_loops_losses.py::test_two_losses_with_a_backward_each",),
+        ("tests/behaviour/paths/test_loops_losses.py::test_two_losses_with_a_backward_each",),
     ),
     Mutation(
         "output-used-again",
@@ -255,7 +261,7 @@ LOOPS = [
             ),
         ),
         (
-            "tests/test_loops_losses.py::test_an_output_that_the_loss_stops_using_leaves_no_gradient[extra_loss]",
+            "tests/behaviour/paths/test_loops_losses.py::test_an_output_that_the_loss_stops_using_leaves_no_gradient[extra_loss]",
         ),
     ),
     Mutation(
@@ -269,21 +275,23 @@ LOOPS = [
                 "UnusedOutputs([]), *hooks_for",
             ),
         ),
-        ("tests/test_install.py::test_a_gradient_where_the_plan_expects_none_is_an_error_not_a_zero",),
+        (
+            "tests/runtime/test_install.py::test_a_gradient_where_the_plan_expects_none_is_an_error_not_a_zero",
+        ),
     ),
     Mutation(
         "inputs-need-gradients",
         "Inputs that need gradients get them, and so does what comes before the module.",
         "The planned call detaches its inputs.",
         (DETACHES_INPUTS,),
-        ("tests/test_loops_losses.py::test_inputs_that_need_gradients",),
+        ("tests/behaviour/paths/test_loops_losses.py::test_inputs_that_need_gradients",),
     ),
     Mutation(
         "autograd-grad",
         "torch.autograd.grad gives the gradients of some or all parameters, and writes to none.",
         "The planned backward writes to .grad by itself, past the autograd engine.",
         (WRITES_GRADIENTS_ITSELF,),
-        ("tests/test_loops_losses.py::test_autograd_grad_of_some_and_of_all_parameters",),
+        ("tests/behaviour/paths/test_loops_losses.py::test_autograd_grad_of_some_and_of_all_parameters",),
     ),
     Mutation(
         "optimizer-in-backward",
@@ -295,7 +303,7 @@ LOOPS = [
                 "planner/hooks/arrival_order.py", "(ranks or tensors.has_hooks_on_arrival(given))", "ranks"
             ),
         ),
-        ("tests/test_loops_parameters.py::test_an_optimizer_that_steps_inside_backward",),
+        ("tests/behaviour/paths/test_loops_parameters.py::test_an_optimizer_that_steps_inside_backward",),
     ),
     Mutation(
         "retain-graph",
@@ -308,7 +316,7 @@ LOOPS = [
                 "",
             ),
         ),
-        ("tests/test_loops_losses.py::test_retain_graph",),
+        ("tests/behaviour/paths/test_loops_losses.py::test_retain_graph",),
     ),
     Mutation(
         "double-backward",
@@ -321,7 +329,9 @@ LOOPS = [
                 "def unused(context",
             ),
         ),
-        ("tests/test_loops_losses.py::test_a_gradient_penalty_falls_back_to_the_original_and_says_so",),
+        (
+            "tests/behaviour/paths/test_loops_losses.py::test_a_gradient_penalty_falls_back_to_the_original_and_says_so",
+        ),
     ),
     Mutation(
         "gradients-from-outside",
@@ -334,7 +344,9 @@ LOOPS = [
                 "def unused(context",
             ),
         ),
-        ("tests/test_external_accumulation.py::test_a_weight_that_is_used_elsewhere_too_is_warned_of_once",),
+        (
+            "tests/capture/test_external_accumulation.py::test_a_weight_that_is_used_elsewhere_too_is_warned_of_once",
+        ),
     ),
     Mutation(
         "gradients-from-outside-by-run",
@@ -345,7 +357,9 @@ LOOPS = [
                 "planner/hooks/external_accumulation_check.py", "                self._sums = run.sums\n", ""
             ),
         ),
-        ("tests/test_external_accumulation.py::test_one_of_several_layers_is_warned_of[0-_backward]",),
+        (
+            "tests/capture/test_external_accumulation.py::test_one_of_several_layers_is_warned_of[0-_backward]",
+        ),
     ),
     Mutation(
         "iterators-taken-whole",
@@ -358,7 +372,7 @@ LOOPS = [
                 "",
             ),
         ),
-        ("tests/test_long_loops.py::test_a_step_is_the_unplanned_one",),
+        ("tests/_torch/test_long_loops.py::test_a_step_is_the_unplanned_one",),
     ),
     Mutation(
         "iterations-that-are-not-alike",
@@ -371,6 +385,6 @@ LOOPS = [
                 "    if False:\n",
             ),
         ),
-        ("tests/test_long_loops.py::test_a_step_is_the_unplanned_one",),
+        ("tests/_torch/test_long_loops.py::test_a_step_is_the_unplanned_one",),
     ),
 ]

@@ -61,7 +61,7 @@ MODELS = [
             ),
         ),
         (
-            "tests/test_quantisation_in_training.py"
+            "tests/behaviour/bits/test_quantisation_in_training.py"
             "::test_what_observes_each_channel_first_finds_out_how_many_there_are",
         ),
     ),
@@ -71,7 +71,7 @@ MODELS = [
         "Dynamo leaves out all of it, and there is no plan.",
         (Change("planner/_torch/tracing/dynamo_patches.py", '    "ao/quantization/quantize",\n', ""),),
         (
-            "tests/test_quantisation_in_training.py"
+            "tests/behaviour/bits/test_quantisation_in_training.py"
             "::test_the_weights_and_what_was_observed_are_those_of_the_unplanned_steps",
         ),
     ),
@@ -80,7 +80,7 @@ MODELS = [
         "Frozen layers are planned as frozen, and stay so.",
         "A module is captured with all of its parameters trainable.",
         (TRAINS_ALL,),
-        ("tests/test_loops_parameters.py::test_lora_in_a_frozen_transformer",),
+        ("tests/behaviour/paths/test_loops_parameters.py::test_lora_in_a_frozen_transformer",),
     ),
     Mutation(
         "lora",
@@ -93,7 +93,7 @@ MODELS = [
                 "    vars(model)[Companion.NAME] = Companion(model)\n    model.requires_grad_(True)\n",
             ),
         ),
-        ("tests/test_loops_parameters.py::test_lora_in_a_frozen_transformer",),
+        ("tests/behaviour/paths/test_loops_parameters.py::test_lora_in_a_frozen_transformer",),
     ),
     Mutation(
         "toggling-requires-grad",
@@ -107,7 +107,7 @@ MODELS = [
             ),
         ),
         (
-            "tests/test_loops_parameters.py::test_layers_that_are_frozen_and_thawed_after_apply_follow_the_plan",
+            "tests/behaviour/paths/test_loops_parameters.py::test_layers_that_are_frozen_and_thawed_after_apply_follow_the_plan",
         ),
     ),
     Mutation(
@@ -127,7 +127,7 @@ MODELS = [
                 "*[args[i].detach() for i in added])",
             ),
         ),
-        ("tests/test_loops_parameters.py::test_tied_weights",),
+        ("tests/behaviour/paths/test_loops_parameters.py::test_tied_weights",),
     ),
     Mutation(
         "tied-across-graphs",
@@ -140,7 +140,9 @@ MODELS = [
                 "    for graph, positions in dict[int, set[int]]().items():\n",
             ),
         ),
-        ("tests/test_per_use_gradients.py::test_uses_add_up_as_without_a_plan_where_sizes_are_symbols",),
+        (
+            "tests/graph/test_per_use_gradients.py::test_uses_add_up_as_without_a_plan_where_sizes_are_symbols",
+        ),
     ),
     Mutation(
         "weight-norm",
@@ -154,7 +156,7 @@ MODELS = [
             ),
         ),
         (
-            "tests/test_module_parts.py::test_the_copy_that_is_captured_has_no_data_in_other_attributes_either",
+            "tests/behaviour/modules/test_module_parts.py::test_the_copy_that_is_captured_has_no_data_in_other_attributes_either",
         ),
     ),
     Mutation(
@@ -168,7 +170,7 @@ MODELS = [
                 "        return True\n",
             ),
         ),
-        ("tests/test_loops_parameters.py::test_parametrizations_and_their_buffers",),
+        ("tests/behaviour/paths/test_loops_parameters.py::test_parametrizations_and_their_buffers",),
     ),
     Mutation(
         "ema",
@@ -186,7 +188,7 @@ MODELS = [
                 "            return None\n",
             ),
         ),
-        ("tests/test_loops.py::test_an_average_of_weights_kept_in_a_copy",),
+        ("tests/behaviour/paths/test_loops.py::test_an_average_of_weights_kept_in_a_copy",),
     ),
     Mutation(
         "deepcopy",
@@ -199,7 +201,7 @@ MODELS = [
                 "        modules.install_call(copied, None)\n",
             ),
         ),
-        ("tests/test_install.py::test_copies_and_pickles_train_by_the_plan",),
+        ("tests/runtime/test_install.py::test_copies_and_pickles_train_by_the_plan",),
     ),
     Mutation(
         "pickle",
@@ -212,7 +214,7 @@ MODELS = [
                 "        if call is not None:\n            return Companion,",
             ),
         ),
-        ("tests/test_install.py::test_copies_and_pickles_train_by_the_plan",),
+        ("tests/runtime/test_install.py::test_copies_and_pickles_train_by_the_plan",),
     ),
     Mutation(
         "no-grad-between",
@@ -225,7 +227,7 @@ MODELS = [
                 "",
             ),
         ),
-        ("tests/test_install.py::test_eval_no_grad_and_inference_mode_run_the_original",),
+        ("tests/runtime/test_install.py::test_eval_no_grad_and_inference_mode_run_the_original",),
     ),
     Mutation(
         "no-grad-state",
@@ -238,7 +240,7 @@ MODELS = [
                 "        if not torch.is_grad_enabled():\n            self._training = False\n",
             ),
         ),
-        ("tests/test_loops.py::test_forwards_without_gradients_and_in_eval_mode_in_between",),
+        ("tests/behaviour/paths/test_loops.py::test_forwards_without_gradients_and_in_eval_mode_in_between",),
     ),
     Mutation(
         "gan",
@@ -252,7 +254,7 @@ MODELS = [
                 "_HELD = {}\n\n\nclass Lowering(Protocol):\n",
             ),
         ),
-        ("tests/test_loops.py::test_a_generator_and_a_discriminator",),
+        ("tests/behaviour/paths/test_loops.py::test_a_generator_and_a_discriminator",),
     ),
     Mutation(
         "called-twice",
@@ -260,8 +262,8 @@ MODELS = [
         "What a forward saves lies in buffers that its next call writes to.",
         (_reused_buffers("{}", "i"),),
         (
-            "tests/test_installed_steps.py::test_a_module_called_twice_in_one_step",
-            "tests/test_loops.py::test_one_module_called_twice_in_a_step",
+            "tests/behaviour/modules/test_installed_steps.py::test_a_module_called_twice_in_one_step",
+            "tests/behaviour/paths/test_loops.py::test_one_module_called_twice_in_a_step",
         ),
     ),
     Mutation(
@@ -275,7 +277,7 @@ MODELS = [
                 "    type(module)._compiled_call_impl = call\n",
             ),
         ),
-        ("tests/test_loops.py::test_one_plan_on_two_instances",),
+        ("tests/behaviour/paths/test_loops.py::test_one_plan_on_two_instances",),
     ),
     Mutation(
         "generate",
@@ -288,7 +290,7 @@ MODELS = [
                 "            return modules.module_call(self._model, *args)\n",
             ),
         ),
-        ("tests/test_loops.py::test_generating_between_training_steps",),
+        ("tests/behaviour/paths/test_loops.py::test_generating_between_training_steps",),
     ),
     Mutation(
         "to-dtype",
@@ -301,7 +303,7 @@ MODELS = [
                 "if not same and grown(record, joint) and self._warned_of_shapes():",
             ),
         ),
-        ("tests/test_loops.py::test_another_dtype_after_apply_is_said_and_right[dtype1]",),
+        ("tests/behaviour/paths/test_loops.py::test_another_dtype_after_apply_is_said_and_right[dtype1]",),
     ),
     Mutation(
         "to-device",
@@ -322,14 +324,14 @@ MODELS = [
                 "        hooks = modules.hooks_on_all_modules()\n",
             ),
         ),
-        ("tests/test_loops.py::test_new_weights_and_a_trip_to_another_device",),
+        ("tests/behaviour/paths/test_loops.py::test_new_weights_and_a_trip_to_another_device",),
     ),
     Mutation(
         "load-state-dict",
         "load_state_dict after apply, with and without assign=True.",
         "Graphs hold on to the parameters of their first call.",
         (HOLDS_PARAMETERS,),
-        ("tests/test_loops.py::test_new_weights_and_a_trip_to_another_device",),
+        ("tests/behaviour/paths/test_loops.py::test_new_weights_and_a_trip_to_another_device",),
     ),
     Mutation(
         "operators-taken-apart",
@@ -342,7 +344,9 @@ MODELS = [
                 "",
             ),
         ),
-        ("tests/test_round_like_eager.py::test_an_operator_with_a_factor_is_as_without_a_plan[addcmul_]",),
+        (
+            "tests/behaviour/bits/test_round_like_eager.py::test_an_operator_with_a_factor_is_as_without_a_plan[addcmul_]",
+        ),
     ),
     Mutation(
         "named-results",
@@ -356,7 +360,7 @@ MODELS = [
             ),
         ),
         (
-            "tests/test_captures_hold_nothing.py::"
+            "tests/behaviour/memory/test_captures_hold_nothing.py::"
             "test_a_step_that_captures_takes_no_more_than_later_ones[Largest-8]",
         ),
     ),
@@ -371,7 +375,7 @@ MODELS = [
                 "if results[i] is not None}",
             ),
         ),
-        ("tests/test_tensor_subclasses.py::test_parameters_of_classes_of_the_users",),
+        ("tests/behaviour/bits/test_tensor_subclasses.py::test_parameters_of_classes_of_the_users",),
     ),
     Mutation(
         "memory-let-go-of-by-resizing",
@@ -384,6 +388,8 @@ MODELS = [
                 "        number = -1\n        if number",
             ),
         ),
-        ("tests/test_freed_inputs.py::test_memory_that_a_forward_lets_go_of_is_not_counted[graph]",),
+        (
+            "tests/behaviour/memory/test_freed_inputs.py::test_memory_that_a_forward_lets_go_of_is_not_counted[graph]",
+        ),
     ),
 ]

@@ -5,8 +5,8 @@ from benchmarks.mutations.record import Change, Mutation
 _PIECES = "planner/graph/split/pieces.py"
 _RULES = "planner/graph/split/rules.py"
 _ARENA = "planner/runtime/arena.py"
-_OF_PIECES = "tests/test_split.py"
-_OF_ARENAS = "tests/test_arena.py"
+_OF_PIECES = "tests/planning/test_split.py"
+_OF_ARENAS = "tests/runtime/test_arena.py"
 
 PIECES = [
     Mutation(
@@ -80,7 +80,7 @@ PIECES = [
         "Ranks whose plans split the loss otherwise are an error.",
         "They train apart.",
         (Change("planner/graph/spec.py", "layouts, self.split]", "layouts]"),),
-        ("tests/test_ranks.py::test_ranks_that_run_differently_have_other_digests[split]",),
+        ("tests/distributed/test_ranks.py::test_ranks_that_run_differently_have_other_digests[split]",),
     ),
     Mutation(
         "segments-that-have-gone",
@@ -107,6 +107,6 @@ PIECES = [
         "PyTorch is patched only by a row of the table.",
         "Whoever patches need not say why.",
         (Change("planner/_torch/patches.py", "    if row is None:\n", "    if False:\n"),),
-        ("tests/test_patches_of_pytorch.py::test_what_has_no_row_is_not_replaced",),
+        ("tests/house/test_patches_of_pytorch.py::test_what_has_no_row_is_not_replaced",),
     ),
 ]

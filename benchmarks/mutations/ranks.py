@@ -13,7 +13,7 @@ RANKS = [
         "DistributedDataParallel: every rank trains by the plan, with the gradients that it has without.",
         "Dynamo splits graphs at the wrapper's buckets, after which no plan fits them.",
         (SPLITS_AT_BUCKETS,),
-        ("tests/test_ddp.py::test_two_ranks[plain]",),
+        ("tests/distributed/test_ddp.py::test_two_ranks[plain]",),
     ),
     Mutation(
         "ddp-step-inside",
@@ -26,28 +26,28 @@ RANKS = [
                 "return run(*data, **named)",
             ),
         ),
-        ("tests/test_wrapped.py::test_a_step_runs_inside_of_the_wrappers_forward",),
+        ("tests/lazy/test_wrapped.py::test_a_step_runs_inside_of_the_wrappers_forward",),
     ),
     Mutation(
         "ddp-unused-parameters",
         "DistributedDataParallel with find_unused_parameters=True.",
         "Outputs without a gradient count as outputs with a gradient of zeros.",
         (ABSENT_IS_ZERO,),
-        ("tests/test_ddp.py::test_two_ranks[unused parameters]",),
+        ("tests/distributed/test_ddp.py::test_two_ranks[unused parameters]",),
     ),
     Mutation(
         "ddp-static-graph",
         "DistributedDataParallel with static_graph=True.",
         "Dynamo splits graphs at the wrapper's buckets, after which no plan fits them.",
         (SPLITS_AT_BUCKETS,),
-        ("tests/test_ddp.py::test_two_ranks[static graph]",),
+        ("tests/distributed/test_ddp.py::test_two_ranks[static graph]",),
     ),
     Mutation(
         "ddp-no-sync",
         "DistributedDataParallel with no_sync(): gradients are accumulated on each rank, then averaged.",
         "A planned call drops the gradients that are there when it begins.",
         (DROPS_GRADIENTS,),
-        ("tests/test_ddp.py::test_two_ranks[accumulating]",),
+        ("tests/distributed/test_ddp.py::test_two_ranks[accumulating]",),
     ),
     Mutation(
         "ddp-order-of-gradients",
@@ -60,7 +60,7 @@ RANKS = [
                 "False and (ranks or ",
             ),
         ),
-        ("tests/test_arrival_order.py::test_gradients_arrive_in_eager_s_order[shared]",),
+        ("tests/hooks/test_arrival_order.py::test_gradients_arrive_in_eager_s_order[shared]",),
     ),
     Mutation(
         "ddp-other-plans",
@@ -73,7 +73,7 @@ RANKS = [
                 "            if not digests[rank]:\n",
             ),
         ),
-        ("tests/test_ddp.py::test_two_ranks[other plans]",),
+        ("tests/distributed/test_ddp.py::test_two_ranks[other plans]",),
     ),
     Mutation(
         "replay-units",
@@ -86,7 +86,7 @@ RANKS = [
                 "pending, let_go, Region(ROOT))",
             ),
         ),
-        ("tests/test_replayed.py::test_units_of_fully_shard_are_regions[None]",),
+        ("tests/replay/test_replayed.py::test_units_of_fully_shard_are_regions[None]",),
     ),
     Mutation(
         "ddp-plans-that-hand-out-gradients-otherwise",
@@ -99,7 +99,9 @@ RANKS = [
                 "",
             ),
         ),
-        ("tests/test_ranks.py::test_ranks_that_run_differently_have_other_digests[per_use_inputs]",),
+        (
+            "tests/distributed/test_ranks.py::test_ranks_that_run_differently_have_other_digests[per_use_inputs]",
+        ),
     ),
     Mutation(
         "collectives-run-once",
@@ -112,7 +114,7 @@ RANKS = [
                 "",
             ),
         ),
-        ("tests/test_tensor_parallel.py::test_collectives_run_again_only_if_that_is_asked_for",),
+        ("tests/distributed/test_tensor_parallel.py::test_collectives_run_again_only_if_that_is_asked_for",),
     ),
     Mutation(
         "collectives-read-until-waited-for",
@@ -125,7 +127,7 @@ RANKS = [
                 "    return False and operator._schema.name.partition",
             ),
         ),
-        ("tests/test_dying_operands.py::test_nothing_is_written_over_while_a_collective_reads_it",),
+        ("tests/graph/test_dying_operands.py::test_nothing_is_written_over_while_a_collective_reads_it",),
     ),
     Mutation(
         "in-flight",
@@ -138,7 +140,7 @@ RANKS = [
                 "        return 0\n",
             ),
         ),
-        ("tests/test_pipeline.py::test_several_in_flight_take_what_is_measured_of_them[3]",),
+        ("tests/distributed/test_pipeline.py::test_several_in_flight_take_what_is_measured_of_them[3]",),
     ),
     Mutation(
         "in-flight-more",
@@ -151,7 +153,7 @@ RANKS = [
                 "len(self._earlier) >= (99 if self._in_flight else 1)",
             ),
         ),
-        ("tests/test_pipeline.py::test_more_in_flight_than_planned_are_warned_of",),
+        ("tests/distributed/test_pipeline.py::test_more_in_flight_than_planned_are_warned_of",),
     ),
     Mutation(
         "sharded-tensor-parallel",
@@ -165,7 +167,7 @@ RANKS = [
             ),
         ),
         (
-            "tests/test_sharded_tensor_parallel.py::"
+            "tests/distributed/test_sharded_tensor_parallel.py::"
             "test_four_ranks_measure_what_was_predicted_and_get_what_they_get_without[in single precision]",
         ),
     ),
@@ -180,6 +182,6 @@ RANKS = [
                 "reduces = False\n",
             ),
         ),
-        ("tests/test_sharded_otherwise.py::test_what_is_sharded_otherwise_is_named_once",),
+        ("tests/distributed/test_sharded_otherwise.py::test_what_is_sharded_otherwise_is_named_once",),
     ),
 ]

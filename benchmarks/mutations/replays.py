@@ -4,8 +4,8 @@ from benchmarks.mutations.record import Change, Mutation
 
 _FOLLOW = "planner/replay/follow.py"
 _NOTED = "planner/replay/noted.py"
-_TESTS = "tests/test_replayed.py"
-_PATHS = "tests/test_replayed_paths.py"
+_TESTS = "tests/replay/test_replayed.py"
+_PATHS = "tests/replay/test_replayed_paths.py"
 
 REPLAYS = [
     Mutation(
@@ -60,7 +60,7 @@ REPLAYS = [
                 "",
             ),
         ),
-        ("tests/test_swaps.py::test_steps_that_give_tensors_other_memory_are_planned",),
+        ("tests/behaviour/bits/test_swaps.py::test_steps_that_give_tensors_other_memory_are_planned",),
     ),
     Mutation(
         "kept-where-the-graph-is-kept",
@@ -84,7 +84,7 @@ REPLAYS = [
             ),
         ),
         (
-            "tests/test_force_fields.py::"
+            "tests/behaviour/gradients/test_force_fields.py::"
             "test_force_fields_that_are_no_graph_are_planned_by_replays[LikeMaceWithStress]",
         ),
     ),

@@ -14,14 +14,14 @@ SHAPES = [
                 "return 0 if",
             ),
         ),
-        ("tests/test_few_bytes.py::test_zeros_that_are_known_to_be_zeros_take_nothing",),
+        ("tests/lowering/test_few_bytes.py::test_zeros_that_are_known_to_be_zeros_take_nothing",),
     ),
     Mutation(
         "on-meta",
         "What is on the meta device takes no memory.",
         "It takes what it takes where it is measured.",
         (Change("planner/costs/eager_timeline.py", "not any(sizes) and on_meta(call)", "False"),),
-        ("tests/test_few_bytes.py::test_what_is_on_the_meta_device_takes_nothing",),
+        ("tests/lowering/test_few_bytes.py::test_what_is_on_the_meta_device_takes_nothing",),
     ),
     Mutation(
         "ends-of-loops",
@@ -34,7 +34,7 @@ SHAPES = [
                 "empty = whole or dynamo.config.allow_empty_graphs",
             ),
         ),
-        ("tests/test_regions.py::test_regions_of_other_sizes_in_loops_follow_the_plan",),
+        ("tests/training_step/test_regions.py::test_regions_of_other_sizes_in_loops_follow_the_plan",),
     ),
     Mutation(
         "sizes-of-regions",
@@ -47,7 +47,7 @@ SHAPES = [
                 "return True",
             ),
         ),
-        ("tests/test_regions.py::test_regions_of_other_sizes_in_loops_follow_the_plan",),
+        ("tests/training_step/test_regions.py::test_regions_of_other_sizes_in_loops_follow_the_plan",),
     ),
     Mutation(
         "smaller-batch",
@@ -65,8 +65,8 @@ SHAPES = [
             ),
         ),
         (
-            "tests/test_install.py::test_another_batch_size_runs_the_same_plan",
-            "tests/test_shapes.py::test_batches_and_image_sizes_vary_too",
+            "tests/runtime/test_install.py::test_another_batch_size_runs_the_same_plan",
+            "tests/behaviour/modules/test_shapes.py::test_batches_and_image_sizes_vary_too",
         ),
     ),
     Mutation(
@@ -80,7 +80,7 @@ SHAPES = [
                 '"automatic_dynamic_shapes": False,',
             ),
         ),
-        ("tests/test_shapes.py::test_a_hundred_lengths_are_a_few_captures[_gpt]",),
+        ("tests/behaviour/modules/test_shapes.py::test_a_hundred_lengths_are_a_few_captures[_gpt]",),
     ),
     Mutation(
         "larger-shape-warns",
@@ -93,7 +93,7 @@ SHAPES = [
                 'if self._policy == "replan" and peak_bytes > planned_bytes:',
             ),
         ),
-        ("tests/test_shapes.py::test_a_peak_is_announced_where_the_loss_is_outside",),
+        ("tests/behaviour/modules/test_shapes.py::test_a_peak_is_announced_where_the_loss_is_outside",),
     ),
     Mutation(
         "larger-shape-peak",
@@ -106,7 +106,7 @@ SHAPES = [
                 "    return replace(prepared, problem=problem), problem.graph.base_schedule\n",
             ),
         ),
-        ("tests/test_shapes.py::test_a_larger_shape_is_announced_with_its_peak",),
+        ("tests/behaviour/modules/test_shapes.py::test_a_larger_shape_is_announced_with_its_peak",),
     ),
     Mutation(
         "replan",
@@ -119,7 +119,7 @@ SHAPES = [
                 "if peak_bytes <= enough or budget is not None:",
             ),
         ),
-        ("tests/test_shapes.py::test_replan_keeps_the_budget_or_says_that_it_cannot",),
+        ("tests/behaviour/modules/test_shapes.py::test_replan_keeps_the_budget_or_says_that_it_cannot",),
     ),
     Mutation(
         "error-on-new-shape",
@@ -132,7 +132,7 @@ SHAPES = [
                 'if self._policy == "error" and shapes.keys() != self._planned.keys():',
             ),
         ),
-        ("tests/test_shapes.py::test_error_refuses_before_anything_is_computed",),
+        ("tests/behaviour/modules/test_shapes.py::test_error_refuses_before_anything_is_computed",),
     ),
     Mutation(
         "remembered-strides",
@@ -145,7 +145,9 @@ SHAPES = [
                 "",
             ),
         ),
-        ("tests/test_remembered_calls.py::test_other_operands_are_not_taken_for_remembered_ones[strides]",),
+        (
+            "tests/_torch/test_remembered_calls.py::test_other_operands_are_not_taken_for_remembered_ones[strides]",
+        ),
     ),
     Mutation(
         "changing-executions",
@@ -159,7 +161,7 @@ SHAPES = [
             ),
         ),
         (
-            "tests/test_alike_executions.py::"
+            "tests/capture/test_alike_executions.py::"
             "test_what_is_no_single_operation_runs_each_time[changes an argument]",
         ),
     ),
@@ -174,7 +176,7 @@ SHAPES = [
                 "for views in plan.views[:0] if",
             ),
         ),
-        ("tests/test_views_beside.py::test_the_step_follows_its_plan",),
+        ("tests/behaviour/memory/test_views_beside.py::test_the_step_follows_its_plan",),
     ),
     Mutation(
         "unseen-path",
@@ -187,7 +189,9 @@ SHAPES = [
                 "if False:",
             ),
         ),
-        ("tests/test_other_paths.py::test_a_path_that_takes_more_is_planned_within_the_budget",),
+        (
+            "tests/behaviour/paths/test_other_paths.py::test_a_path_that_takes_more_is_planned_within_the_budget",
+        ),
     ),
     Mutation(
         "unseen-path-at-most",
@@ -200,7 +204,7 @@ SHAPES = [
                 "if False:",
             ),
         ),
-        ("tests/test_other_paths.py::test_it_is_planned_at_the_largest_sizes",),
+        ("tests/behaviour/paths/test_other_paths.py::test_it_is_planned_at_the_largest_sizes",),
     ),
     Mutation(
         "gradients-not-for-none",
@@ -213,7 +217,9 @@ SHAPES = [
                 "if False and _lacks_some(found)",
             ),
         ),
-        ("tests/test_force_fields.py::test_a_path_that_the_plan_has_not_seen_takes_no_gradient_for_none",),
+        (
+            "tests/behaviour/gradients/test_force_fields.py::test_a_path_that_the_plan_has_not_seen_takes_no_gradient_for_none",
+        ),
     ),
     Mutation(
         "inputs-require-gradients-as-given",
@@ -226,14 +232,18 @@ SHAPES = [
                 "if False:",
             ),
         ),
-        ("tests/test_force_fields.py::test_forces_of_positions_that_a_helper_prepares_are_not_zero",),
+        (
+            "tests/behaviour/gradients/test_force_fields.py::test_forces_of_positions_that_a_helper_prepares_are_not_zero",
+        ),
     ),
     Mutation(
         "other-inputs-that-require-gradients",
         "Where other inputs require gradients than planned, a step that cannot be planned so runs unplanned.",
         "It runs through the plan's graphs, and gradients are added up in another order.",
         (Change("planner/runtime/shapes/policy.py", "if self._refused[requiring]:", "if False:"),),
-        ("tests/test_force_fields.py::test_inputs_that_required_gradients_when_the_plan_was_made",),
+        (
+            "tests/behaviour/gradients/test_force_fields.py::test_inputs_that_required_gradients_when_the_plan_was_made",
+        ),
     ),
     Mutation(
         "second-backward-of-a-part",
@@ -241,7 +251,7 @@ SHAPES = [
         "Its plan is an error of the plan file's.",
         (Change("planner/capture/uncaptured.py", "if again := sorted(", "if False and sorted("),),
         (
-            "tests/test_force_fields.py"
+            "tests/behaviour/gradients/test_force_fields.py"
             "::test_gradients_that_lead_through_several_graphs_are_those_of_eager[OnlyOnce]",
         ),
     ),
@@ -254,7 +264,7 @@ SHAPES = [
                 "planner/lazy/changed_parameters.py", "taken if taken > self.planned_bytes else None", "None"
             ),
         ),
-        ("tests/test_grown.py::test_larger_parameters_are_planned_again[_longer]",),
+        ("tests/behaviour/modules/test_grown.py::test_larger_parameters_are_planned_again[_longer]",),
     ),
     Mutation(
         "step-in-a-backward",
@@ -267,7 +277,9 @@ SHAPES = [
                 "running == -1",
             ),
         ),
-        ("tests/test_inside_a_backward.py::test_the_plan_is_that_made_outside[in_a_hook]",),
+        (
+            "tests/behaviour/gradients/test_inside_a_backward.py::test_the_plan_is_that_made_outside[in_a_hook]",
+        ),
     ),
     Mutation(
         "plain-numbers",
@@ -280,7 +292,7 @@ SHAPES = [
                 "            raise\n",
             ),
         ),
-        ("tests/test_switches_by_number.py::test_a_number_that_changes_switches[gradients]",),
+        ("tests/behaviour/paths/test_switches_by_number.py::test_a_number_that_changes_switches[gradients]",),
     ),
     Mutation(
         "least-as-written",
@@ -293,6 +305,6 @@ SHAPES = [
                 "    if True:\n",
             ),
         ),
-        ("tests/test_as_written.py::test_a_step_that_is_least_as_written_runs_so[min]",),
+        ("tests/behaviour/paths/test_as_written.py::test_a_step_that_is_least_as_written_runs_so[min]",),
     ),
 ]

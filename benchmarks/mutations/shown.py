@@ -14,7 +14,7 @@ SHOWN = [
                 "            if True:\n",
             ),
         ),
-        ("tests/test_explain.py::test_its_claims_are_the_simulators",),
+        ("tests/report/test_explain.py::test_its_claims_are_the_simulators",),
     ),
     Mutation(
         "explain-is-of-the-plan",
@@ -27,7 +27,7 @@ SHOWN = [
                 "    if timeline.peak_bytes < 0:\n",
             ),
         ),
-        ("tests/test_explain.py::test_a_step_that_does_not_give_the_predicted_peak_is_refused",),
+        ("tests/report/test_explain.py::test_a_step_that_does_not_give_the_predicted_peak_is_refused",),
     ),
     Mutation(
         "no-plan-can-drop",
@@ -40,13 +40,13 @@ SHOWN = [
                 "                True\n                or any(",
             ),
         ),
-        ("tests/test_page.py::test_what_no_plan_can_drop_is_there_in_other_plans_too",),
+        ("tests/report/test_page.py::test_what_no_plan_can_drop_is_there_in_other_plans_too",),
     ),
     Mutation(
         "page-escapes",
         "Names of modules cannot inject anything into a report.",
         "The data of the page is written as it is.",
         (Change("planner/report/page/html.py", '"data": data.replace("<", "\\\\u003c")', '"data": data'),),
-        ("tests/test_page.py::test_names_cannot_inject_anything",),
+        ("tests/report/test_page.py::test_names_cannot_inject_anything",),
     ),
 ]

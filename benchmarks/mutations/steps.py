@@ -14,7 +14,7 @@ STEPS = [
                 "target.backend_options)",
             ),
         ),
-        ("tests/test_inductor_fusion.py::test_what_runs_is_fused_as_planned[60%]",),
+        ("tests/inductor/test_inductor_fusion.py::test_what_runs_is_fused_as_planned[60%]",),
     ),
     Mutation(
         "inductor-fuses-in-place",
@@ -27,7 +27,7 @@ STEPS = [
                 "            if False:\n",
             ),
         ),
-        ("tests/test_inductor.py::test_sums_and_what_runs_again_stay_where_the_schedule_has_them",),
+        ("tests/inductor/test_inductor.py::test_sums_and_what_runs_again_stay_where_the_schedule_has_them",),
     ),
     Mutation(
         "inductor-kernels-end",
@@ -40,7 +40,9 @@ STEPS = [
                 "return False",
             ),
         ),
-        ("tests/test_inductor_memory.py::test_a_kernel_ends_where_what_it_has_read_would_raise_the_peak",),
+        (
+            "tests/inductor/test_inductor_memory.py::test_a_kernel_ends_where_what_it_has_read_would_raise_the_peak",
+        ),
     ),
     Mutation(
         "inductor-waits",
@@ -53,7 +55,9 @@ STEPS = [
                 "self.overall_peak_memory = max(self.overall_peak_memory, 2 * total)",
             ),
         ),
-        ("tests/test_inductor_reuse.py::test_a_buffer_is_freed_where_the_most_is_held_until_its_next_use",),
+        (
+            "tests/inductor/test_inductor_reuse.py::test_a_buffer_is_freed_where_the_most_is_held_until_its_next_use",
+        ),
     ),
     Mutation(
         "inductor-results-of-operators",
@@ -67,7 +71,7 @@ STEPS = [
             ),
         ),
         (
-            "tests/test_inductor_reuse.py"
+            "tests/inductor/test_inductor_reuse.py"
             "::test_what_is_held_by_lines_is_what_the_program_holds[attention-shapes2-earlier]",
         ),
     ),
@@ -77,7 +81,7 @@ STEPS = [
         "It is compiled for the strides that were traced, and Inductor copies some views.",
         (Change("planner/lowering/inductor.py", "emitted = iter(found)", "emitted = iter(())"),),
         (
-            "tests/test_inductor_memory.py"
+            "tests/inductor/test_inductor_memory.py"
             "::test_a_saved_view_that_inductor_copies_is_read_as_it_lies[anywhere]",
         ),
     ),
@@ -93,7 +97,7 @@ STEPS = [
             ),
         ),
         (
-            "tests/test_checks_of_values.py"
+            "tests/behaviour/paths/test_checks_of_values.py"
             "::test_a_step_ends_with_an_error_as_without_a_plan[on the device-eager]",
         ),
     ),
@@ -108,7 +112,7 @@ STEPS = [
                 "",
             ),
         ),
-        ("tests/test_unread_draws.py::test_what_is_drawn_and_not_used_is_drawn[dropout]",),
+        ("tests/behaviour/memory/test_unread_draws.py::test_what_is_drawn_and_not_used_is_drawn[dropout]",),
     ),
     Mutation(
         "left-losses",
@@ -122,7 +126,7 @@ STEPS = [
             ),
         ),
         (
-            "tests/test_left_losses.py"
+            "tests/training_step/test_left_losses.py"
             "::test_losses_left_in_attributes_are_differentiated_by_where_none_is_given[whole-attribute]",
         ),
     ),
@@ -137,7 +141,7 @@ STEPS = [
                 "outputs",
             ),
         ),
-        ("tests/test_left_losses.py::test_one_of_an_earlier_forward_is_none_of_the_step",),
+        ("tests/training_step/test_left_losses.py::test_one_of_an_earlier_forward_is_none_of_the_step",),
     ),
     Mutation(
         "inside-frozen-parts",
@@ -150,7 +154,7 @@ STEPS = [
                 "compiled.call",
             ),
         ),
-        ("tests/test_forward_only.py::test_what_they_allocate_inside_counts",),
+        ("tests/runtime/test_forward_only.py::test_what_they_allocate_inside_counts",),
     ),
     Mutation(
         "inductor-saved-as-traced",
@@ -164,7 +168,7 @@ STEPS = [
             ),
         ),
         (
-            "tests/test_inductor_layouts.py"
+            "tests/inductor/test_inductor_layouts.py"
             "::test_with_the_same_layouts_buffers_are_those_of_torch_compile[Inductor's-1GiB]",
         ),
     ),
@@ -179,7 +183,7 @@ STEPS = [
                 "        if True:\n            node.name",
             ),
         ),
-        ("tests/test_inductor_memory.py::test_what_is_not_read_is_not_held",),
+        ("tests/inductor/test_inductor_memory.py::test_what_is_not_read_is_not_held",),
     ),
     Mutation(
         "inductor-results-in-place",
@@ -192,7 +196,9 @@ STEPS = [
                 "if False:",
             ),
         ),
-        ("tests/test_inductor_memory.py::test_a_sum_of_gradients_is_held_in_the_place_of_what_is_added",),
+        (
+            "tests/inductor/test_inductor_memory.py::test_a_sum_of_gradients_is_held_in_the_place_of_what_is_added",
+        ),
     ),
     Mutation(
         "conditions-on-changed-constants",
@@ -205,7 +211,7 @@ STEPS = [
                 "if nodes is None:",
             ),
         ),
-        ("tests/test_constant_conditions.py::test_what_may_be_otherwise_is_read",),
+        ("tests/_torch/test_constant_conditions.py::test_what_may_be_otherwise_is_read",),
     ),
     Mutation(
         "programs-of-executions",
@@ -218,7 +224,7 @@ STEPS = [
                 "        number = self._plan.order[0 * self._next()]\n",
             ),
         ),
-        ("tests/test_executions.py::test_executions_follow_programs_of_their_own",),
+        ("tests/runtime/test_executions.py::test_executions_follow_programs_of_their_own",),
     ),
     Mutation(
         "programs-of-others",
@@ -231,7 +237,9 @@ STEPS = [
                 "        return order[self._mine[-1]]\n",
             ),
         ),
-        ("tests/test_executions.py::test_what_is_captured_for_one_block_follows_the_plan_for_others_too",),
+        (
+            "tests/runtime/test_executions.py::test_what_is_captured_for_one_block_follows_the_plan_for_others_too",
+        ),
     ),
     Mutation(
         "plan-is-run",
@@ -244,7 +252,7 @@ STEPS = [
                 "        return no_recomputation(joint), (), {}\n",
             ),
         ),
-        ("tests/test_install.py::test_the_plan_is_really_run",),
+        ("tests/runtime/test_install.py::test_the_plan_is_really_run",),
     ),
     Mutation(
         "freed-at-last-use",
@@ -257,7 +265,7 @@ STEPS = [
                 "",
             ),
         ),
-        ("tests/test_install.py::test_the_plan_is_really_run",),
+        ("tests/runtime/test_install.py::test_the_plan_is_really_run",),
     ),
     Mutation(
         "dropout-again",
@@ -270,7 +278,7 @@ STEPS = [
                 "        del state\n",
             ),
         ),
-        ("tests/test_install.py::test_the_plan_is_really_run[none]",),
+        ("tests/runtime/test_install.py::test_the_plan_is_really_run[none]",),
     ),
     Mutation(
         "generator-afterwards",
@@ -283,7 +291,7 @@ STEPS = [
                 "    finally:\n        del present\n",
             ),
         ),
-        ("tests/test_install.py::test_the_plan_is_really_run[none]",),
+        ("tests/runtime/test_install.py::test_the_plan_is_really_run[none]",),
     ),
     Mutation(
         "batch-norm-again",
@@ -296,7 +304,7 @@ STEPS = [
                 "    def not_called(self, node: Node) -> ReplayCall:\n",
             ),
         ),
-        ("tests/test_training.py::test_batch_norm_statistics_are_updated_once",),
+        ("tests/behaviour/bits/test_training.py::test_batch_norm_statistics_are_updated_once",),
     ),
     Mutation(
         "several-uses-before-views",
@@ -304,7 +312,7 @@ STEPS = [
         "Nobody looks for them.",
         (Change("planner/capture/external_accumulation.py", "        + _used_several_times(runner)\n", ""),),
         (
-            "tests/test_views_handed_on.py::"
+            "tests/behaviour/memory/test_views_handed_on.py::"
             "test_an_operation_that_uses_twice_what_it_is_handed_on_a_view_of_is_warned_of",
         ),
     ),
@@ -320,7 +328,7 @@ STEPS = [
             ),
         ),
         (
-            "tests/test_views_handed_on.py::test_parts_that_are_handed_on_are_not_taken_for_their_gradients[True]",
+            "tests/behaviour/memory/test_views_handed_on.py::test_parts_that_are_handed_on_are_not_taken_for_their_gradients[True]",
         ),
     ),
     Mutation(
@@ -335,7 +343,7 @@ STEPS = [
             ),
         ),
         (
-            "tests/test_autograd_functions.py::"
+            "tests/behaviour/gradients/test_autograd_functions.py::"
             "test_gradients_of_zeros_that_a_function_makes_of_none_are_missed_aloud[True]",
         ),
     ),
@@ -345,7 +353,7 @@ STEPS = [
         "PyTorch copies them into tensors.",
         (Change("planner/_torch/dynamo.py", "lists_count, states_apart)", "lists_count)"),),
         (
-            "tests/test_captures_hold_nothing.py::test_a_step_that_captures_takes_no_more_than_later_ones[Broken-8]",
+            "tests/behaviour/memory/test_captures_hold_nothing.py::test_a_step_that_captures_takes_no_more_than_later_ones[Broken-8]",
         ),
     ),
     Mutation(
@@ -361,7 +369,7 @@ STEPS = [
             ),
         ),
         (
-            "tests/test_captures_hold_nothing.py::test_a_step_that_captures_takes_no_more_than_later_ones[Viewed-24]",
+            "tests/behaviour/memory/test_captures_hold_nothing.py::test_a_step_that_captures_takes_no_more_than_later_ones[Viewed-24]",
         ),
     ),
     Mutation(
@@ -375,7 +383,7 @@ STEPS = [
                 "",
             ),
         ),
-        ("tests/test_found_elements.py::test_what_is_measured_is_what_the_call_takes[rows]",),
+        ("tests/costs/test_found_elements.py::test_what_is_measured_is_what_the_call_takes[rows]",),
     ),
     Mutation(
         "parts-of-tables",
@@ -388,6 +396,6 @@ STEPS = [
                 "KEPT_BY_PYTORCH:",
             ),
         ),
-        ("tests/test_recorder.py::test_parts_of_what_functions_refer_to_take_nothing",),
+        ("tests/training_step/test_recorder.py::test_parts_of_what_functions_refer_to_take_nothing",),
     ),
 ]

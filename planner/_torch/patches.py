@@ -1,7 +1,7 @@
 """Every patch of PyTorch, and the only code that makes one.
 
 A patch is a row of :data:`PATCHES`. The functions below refuse to replace what has no row, and
-``tests/test_patches.py`` finds assignments to PyTorch's objects that go around them.
+``tests/_torch/test_patches.py`` finds assignments to PyTorch's objects that go around them.
 """
 
 import contextlib

@@ -186,7 +186,7 @@ def _prepare(
     capturing = time.process_time() - capturing
     captured.notes.extend(notes)
     for note in _findings(captured, model, options):
-        _tell(captured, note)
+        _note_and_warn(captured, note)
     if captured.overwritten and options.inputs == "unchanged":
         options = replace(options, inputs="overwritten")
         captured.notes.append(WRITTEN.format(", ".join(dict.fromkeys(captured.overwritten))))
@@ -311,7 +311,7 @@ def _joints(captured: CapturedStep) -> list[JointGraph]:
     return [graph.joint for graph in captured.graphs if graph.joint is not None]
 
 
-def _tell(captured: CapturedStep, text: str) -> None:
+def _note_and_warn(captured: CapturedStep, text: str) -> None:
     captured.notes.append(text)
     warn(text)
 
@@ -352,7 +352,7 @@ def _problem(
     as_traced = simulate(problem.graph, problem.graph.base_schedule).seconds
     slower = slower_by_writes(_joints(captured), as_traced, problem.eager.seconds)
     if slower is not None and options.backend == "eager":
-        _tell(captured, slower)
+        _note_and_warn(captured, slower)
     packings = find_packings(captured, problem, target, meter, source)
     if options.offload != "none":
         packings = find_sendable(captured, problem, target, packings)
@@ -370,7 +370,7 @@ def _optimizer_step(
 ) -> OptimizerStep:
     """What the optimizer's step takes, and its state: of one that steps in hooks, what these refer to."""
     if is_of_another_model(options.optimizer, model):
-        _tell(captured, OF_ANOTHER_MODEL)
+        _note_and_warn(captured, OF_ANOTHER_MODEL)
     shape_of = None if rank is None else rank.shape_of
     update = optimizer_step(options.optimizer, model, where.target, meter, source, shape_of)
     if options.optimizer is None and captured.state_in_hooks:

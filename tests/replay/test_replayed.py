@@ -1,0 +1,600 @@
+"""Plans that are followed by replaying operators: bits, bytes, other paths, other shapes, files, options."""
+
+import copy
+import json
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import planner
+from planner._torch.compat import graphs_are_off
+from planner.planning import prepare
+from planner.planning.make_plan import OF_PYTHON
+from planner.planning.options import OptionError
+from tests.behaviour.bits.test_process_settings import Deterministic, SetsType, SetsTypeForOne
+from tests.side_by_side import layers
+
+pytestmark = pytest.mark.any_torch
+needs_graphs = pytest.mark.skipif(graphs_are_off() is not None, reason="graphs are off")
+
+
+class Encoder(nn.Module):
+    """Layers with dropout and normalisations, and a loss."""
+
+    def __init__(self, layers: int = 3, width: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.1, batch_first=True)
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, 50)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+class Convolutions(nn.Module):
+    """Batch normalisations, activations in place, and residuals that are added in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True))
+            for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            y = F.silu(block(x))
+            y += x
+            x = y
+        return F.max_pool2d(x, 2).square().mean()
+
+
+class Loop(nn.Module):
+    """What ends graphs: numbers that are asked for, selections by data, numpy, a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.recurrent = nn.Linear(32, 32), nn.LSTM(32, 32, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(3):
+            y = F.dropout(torch.tanh(self.linear(x)), 0.1, self.training)
+            x = x + y * 0.5 if y.mean().item() > -1e9 and i % 2 == 0 else x - F.gelu(y)
+            x = x + x[x.abs() > 0.5].mean()
+        return self.recurrent(x)[0].square().mean()
+
+
+def _tokens() -> Tensor:
+    return torch.randint(0, 50, (8, 48))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "encoder": (Encoder, _tokens),
+    "convolutions": (Convolutions, lambda: torch.randn(4, 3, 24, 24)),
+    "loop": (Loop, lambda: torch.randn(8, 24, 32)),
+}
+
+
+def _planned(model: nn.Module, x: Any, budget: str = "min", **options: Any) -> planner.Plan:
+    return planner.plan(model, (x,), budget=budget, backend="replay", costs="roofline", **options)
+
+
+def _left(model: nn.Module) -> list[Tensor | None]:
+    return [*(p.grad for p in model.parameters()), *model.buffers(), torch.get_rng_state()]
+
+
+def _same(one: nn.Module, other: nn.Module, step: Callable[[nn.Module], object]) -> bool:
+    found = []
+    for model in (one, other):
+        model.zero_grad()
+        torch.manual_seed(3)
+        step(model)
+        found.append(_left(model))
+    return all(
+        a is b is None or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(*found, strict=True)
+    )
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_eagers_and_peaks_are_as_predicted(case: str, half: bool) -> None:
+    make, inputs = CASES[case]
+    torch.manual_seed(0)
+    model, x = make().train(), inputs()
+    with torch.autocast("cpu", torch.bfloat16, enabled=half), warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        step = planner.prepare(model, (x,), backend="replay", costs="roofline")
+        for budget in ("100%", "90%", "min"):
+            plan = step.plan(budget)
+            report = planner.verify(model, (x,), plan=plan, repeats=0)
+            assert report.ok, (budget, report.problems)
+            assert report.exact
+            assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+            assert report.baseline_measured_dynamic_peak_bytes == plan.baseline.dynamic_peak_bytes
+        assert plan.recomputed_operations > 0
+        assert plan.predicted.dynamic_peak_bytes < 0.9 * plan.baseline.dynamic_peak_bytes
+
+
+def test_noise_of_dropout_is_kept_as_bits() -> None:
+    torch.manual_seed(0)
+    model, x = Encoder(2), _tokens()
+    plan = _planned(model, x, "70%")
+    assert plan.graphs[0].packed
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
+class Paths(nn.Module):
+    """Layers of which some are left out, and code that not every step runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32)) for _ in range(5)
+        )
+        self.left_out: set[int] = set()
+        self.more = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            if i not in self.left_out:
+                x = x + layer(x)
+            if self.more and i == 2:
+                x = torch.tanh(x) * 1.5
+        return x.square().mean()
+
+
+def test_other_paths_are_exact_and_are_told_of() -> None:
+    torch.manual_seed(0)
+    model, x = Paths(), torch.randn(64, 32)
+    eager = copy.deepcopy(model)
+    _planned(model, x).apply(model)
+
+    def step(one: Any) -> None:
+        one(x).backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _same(model, eager, step)
+    with pytest.warns(planner.PlanWarning, match="took a path that the plan has not seen"):  # noqa: PT031
+        for left_out, more in (({1}, False), ({0, 3}, True), (set(), True), ({4}, False)):
+            for one in (model, eager):
+                one.left_out, one.more = left_out, more
+            assert _same(model, eager, step), (left_out, more)
+    for one in (model, eager):
+        one.left_out, one.more = set(), False
+        one.layers[0].requires_grad_(False)
+    assert _same(model, eager, step)
+
+
+def test_a_layer_that_is_frozen_or_reads_another_value_is_noticed() -> None:
+    """Which tensor a call reads is looked at, not taken from the plan."""
+
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.first = nn.Linear(32, 32), nn.Linear(32, 32), True
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, two = torch.tanh(self.a(x)), torch.tanh(self.b(x))
+            read = one if self.first else two
+            return (torch.sigmoid(read) * torch.exp(read)).square().mean() + one.mean() + two.mean()
+
+    torch.manual_seed(0)
+    model, x = Either(), torch.randn(64, 32)
+    eager = copy.deepcopy(model)
+    _planned(model, x).apply(model)
+    assert _same(model, eager, lambda one: one(x).backward())
+    model.first = eager.first = False
+    with pytest.warns(planner.PlanWarning, match="not all that they were given"):
+        assert _same(model, eager, lambda one: one(x).backward())
+
+
+def test_a_backward_may_run_twice_and_be_differentiated() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 4), nn.Sigmoid())
+    x = torch.randn(32, 16)
+    eager = copy.deepcopy(model)
+    _planned(model, x, loss=lambda y: y.square().mean()).apply(model)
+
+    def twice(one: nn.Module) -> None:
+        loss = one(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def penalty(one: nn.Module) -> None:
+        given = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(one(given).square().sum(), given, create_graph=True)
+        gradient.square().sum().backward()
+
+    assert _same(model, eager, twice)
+    assert _same(model, eager, penalty)
+
+
+def test_what_is_changed_in_place_after_the_forward_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+    x = torch.randn(64, 16)
+    _planned(model, x, loss=lambda y: y.square().mean()).apply(model)
+    loss = model(x).square().mean()
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    with pytest.raises(planner.InputsChanged, match="changed in place after the forward"):
+        loss.backward()
+
+
+def test_larger_inputs_are_predicted() -> None:
+    torch.manual_seed(0)
+    model = Encoder(2)
+    _planned(model, _tokens()).apply(model)
+    with pytest.warns(planner.PlanWarning, match="larger than those that were planned"):
+        model(torch.randint(0, 50, (12, 48))).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.zero_grad()
+        model(torch.randint(0, 50, (4, 30))).backward()
+
+
+def test_a_plan_file_is_followed_where_nothing_was_captured(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Loop().train(), torch.randn(8, 24, 32)
+    eager = copy.deepcopy(model)
+    plan = _planned(model, x)
+    plan.save(tmp_path / "plan.json")
+    read = planner.Plan.load(tmp_path / "plan.json")
+    assert read == plan
+    read.apply(model)
+    assert _same(model, eager, lambda one: one(x).backward())
+    assert planner.remove(model) is model
+
+
+def test_whatever_a_file_says_of_calls_gradients_are_eagers() -> None:
+    """A plan decides what is dropped and when it is made again, never what it is made of."""
+    torch.manual_seed(0)
+    model, x = Encoder(2, 32), torch.randint(0, 50, (4, 16))
+    eager = copy.deepcopy(model)
+    text = json.loads(_planned(model, x).dumps())
+    chance = random.Random(0)
+    followed = 0
+    for _ in range(25):
+        changed = copy.deepcopy(text)
+        column = chance.choice(["operands", "results", "written", "saves", "ids", "asked", "begun"])
+        values = changed["replay"][column]
+        for _ in range(chance.choice([1, 3, 20])):
+            i, j = chance.randrange(len(values)), chance.randrange(len(values))
+            values[i], values[j] = values[j], values[i]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                planner.Plan.loads(json.dumps(changed)).apply(model)
+                assert _same(model, eager, lambda one: one(x).backward()), column
+            followed += 1
+        except planner.PlanFileError:
+            continue
+        finally:
+            planner.remove(model)
+    assert followed > 5
+
+
+@needs_graphs
+def test_auto_takes_graphs_where_they_need_no_more_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        linear = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+        one = planner.plan(linear, torch.randn(4, 8), budget="100%", backend="auto", costs="roofline")
+        loop, x = Loop().train(), torch.randn(4, 8, 32)
+        many = planner.plan(loop, x, budget="100%", backend="auto", costs="roofline")
+        monkeypatch.setattr(prepare, "MOST_OPERATIONS", 2)
+        long = planner.plan(linear, torch.randn(4, 8), budget="100%", backend="auto", costs="roofline")
+    assert one.target.backend == "eager"
+    assert many.target.backend == long.target.backend == "replay"
+    assert "the forward has 4 operations" in long.notes[-1]
+    assert many.notes[-1] == (
+        "followed by replaying operators, not by a graph: parts of the forward are no graphs"
+    )
+
+
+@needs_graphs
+def test_graph_is_another_name_of_eager() -> None:
+    plan = planner.plan(nn.Linear(4, 4), torch.randn(2, 4), budget="100%", backend="graph")
+    assert plan.target.backend == "eager"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"regions": "auto"}, "gradients leave when eager's do"),
+        ({"in_flight": 2}, "stages of pipelines"),
+        ({"backend_options": {"max_autotune": True}}, "they are Inductor's"),
+    ],
+)
+def test_what_replays_cannot_do_is_said(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        _planned(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4), **options)
+
+
+def test_lazily_planned_modules_and_steps_take_the_backend() -> None:
+    torch.manual_seed(0)
+    model = Encoder(2)
+    eager = copy.deepcopy(model)
+    x = _tokens()
+    planner.auto_checkpoint(model, budget="80%", backend="replay")
+    assert _same(model, eager, lambda one: one(x).backward())
+    step = planner.step(lambda one, batch: one(batch), budget="80%", backend="replay")
+    model = copy.deepcopy(eager)
+    assert _same(model, eager, lambda one: (one(x) if one is eager else step(one, x)).backward())
+
+
+def test_a_second_forward_before_the_backward_is_told_of() -> None:
+    torch.manual_seed(0)
+    model, x = Encoder(2), _tokens()
+    _planned(model, x).apply(model)
+    with pytest.warns(planner.PlanWarning, match="awaits its backward"):
+        (model(x) + model(x)).backward()
+
+
+def test_a_write_that_the_plan_has_not_seen_is_an_error() -> None:
+    class Fills(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.fills = nn.Linear(16, 64), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.sigmoid(self.linear(x))
+            z = torch.exp(y)
+            if self.fills:
+                y.data.zero_()
+            return z.square().mean()
+
+    torch.manual_seed(0)
+    model, x = Fills(), torch.randn(64, 16)
+    _planned(model, x).apply(model)
+    model(x).backward()
+    model.fills = True
+    with pytest.raises(planner.InputsChanged, match="a path that the plan has not seen"):
+        model(x).backward()
+
+
+def test_blocks_of_the_users_are_run_again_by_the_plan() -> None:
+    @planner.recompute
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.gelu(self.linear(x))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), nn.Linear(32, 1))
+    x = torch.randn(64, 32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        plan = _planned(model, x, "100%", loss=lambda y: y.square().mean())
+        report = planner.verify(model, (x,), plan=plan, loss=lambda y: y.square().mean(), repeats=0)
+    assert report.ok, report.problems
+    graph = plan.graphs[0]
+    assert {op.module for i in graph.backward if (op := graph.ops[i]).phase == "forward"} == {
+        "0.linear",
+        "1.linear",
+    }
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+    assert plan.notes[0].endswith(OF_PYTHON)
+
+
+class _Shifted(nn.Module):
+    """Writes in place over a product, whose count of writes is not that of the tensor it is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(32, 32), nn.Parameter(torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            y = torch.matmul(x, x.transpose(-1, -2))
+            y += 1.0
+            x = x + (self.layer(y.transpose(1, 2).contiguous()) + y * self.scale).mean() * x
+        return x.mean()
+
+
+def test_a_product_that_is_written_over_is_read_again_as_it_was_left() -> None:
+    torch.manual_seed(0)
+    model, x = _Shifted(), torch.randn(8, 32, 256)
+    plan = planner.plan(model, x, budget="85%", backend="replay")
+    assert plan.recomputed_operations
+    report = planner.verify(model, x, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+
+
+class _ReadsStatistics(nn.Module):
+    """Divides by a deviation that its normalisation updates afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            deviation = (self.norm.running_var + 1e-5).sqrt().view(1, -1, 1, 1)
+            y = self.first(x)
+            x = x + self.norm(torch.tanh(y / deviation) * deviation).sum(1, keepdim=True)[..., :1, :1]
+        return x.square().mean()
+
+
+def test_running_statistics_are_read_as_they_were_before_they_were_updated() -> None:
+    """PyTorch neither counts that write nor says so in the operator's schema."""
+    torch.manual_seed(0)
+    model, x = _ReadsStatistics(), torch.randn(4, 3, 9, 9)
+    plan = planner.plan(model, x, budget="min", backend="replay")
+    assert plan.recomputed_operations
+    report = planner.verify(model, x, plan=plan, repeats=0)
+    assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("build", [SetsType, SetsTypeForOne, Deterministic])
+def test_what_runs_again_runs_as_pytorch_was_set(build: type[nn.Module]) -> None:
+    model, (x,), _ = layers(build)
+    plan = planner.plan(model, x, budget="min", backend="replay", solver="sqrt_n")
+    assert plan.recomputed_operations
+    report = planner.verify(model, x, plan=plan, repeats=0)
+    assert report.ok, report.problems
+
+
+class TwoBlocks(nn.Module):
+    """Blocks that read what the model itself and the block before made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(32, 32), nn.Linear(32, 1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 96), nn.GELU(), nn.Dropout(0.1), nn.Linear(96, 32))
+            for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = x * torch.sigmoid(block(x))
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_units_of_fully_shard_are_regions(dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    model, x = TwoBlocks().train(), torch.randn(64, 32)
+    parallel = planner.FSDP2(2, param_dtype=dtype)
+    plan = _planned(model, x, parallel=parallel)
+    assert plan.target.backend == "replay"
+    assert plan.model.regions == ["blocks.0", "blocks.1", "blocks.2"]
+    assert plan.recomputed_operations > 0
+    assert plan.replay is not None
+    graph = plan.graphs[0]
+    module = [op.module for op in graph.ops]
+    waiting: list[int] = []
+    for op in graph.by_execution[0].backward:
+        if op < graph.forward_length:
+            waiting.append(op)
+            continue
+        # What runs again before an operation of the backward is all of one unit.
+        units = {
+            ".".join(module[w].split(".")[:2]) if module[w].startswith("blocks") else "" for w in waiting
+        }
+        assert len(units) <= 1
+        waiting = []
+    # In one process the model is whole, and trains by the plan all the same.
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.exact, report.problems
+
+
+def test_kinds_as_vectors_are_followed_as_they_are_with_data() -> None:
+    """Without data ``one_hot`` is computed by other operators."""
+
+    class Kinds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(5, 32), nn.Linear(32, 32)
+
+        def forward(self, kinds: Tensor) -> Tensor:
+            x = torch.tanh(self.first(F.one_hot(kinds, 5).float()))
+            return F.gelu(self.last(x)).square().mean()
+
+    torch.manual_seed(0)
+    model, kinds = Kinds(), torch.randint(0, 5, (64,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        report = planner.verify(model, (kinds,), plan=_planned(model, kinds), repeats=0)
+    assert report.ok, report.problems
+
+
+def test_ctc_losses_are_followed_as_they_are_under_a_dispatch_mode() -> None:
+    """PyTorch goes on with lengths as tensors there, and with numbers of them without a mode."""
+
+    class Speech(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.GELU())
+            self.head = nn.Linear(32, 6)
+
+        def forward(self, sound: Tensor, text: Tensor, length: Tensor, letters: Tensor) -> Tensor:
+            return F.ctc_loss(self.head(self.layers(sound)).log_softmax(-1), text, length, letters)
+
+    torch.manual_seed(0)
+    model, text = Speech(), torch.randint(1, 6, (4, 5))
+    inputs = torch.randn(20, 4, 8), text, torch.tensor([20, 20, 18, 15]), torch.tensor([5, 4, 5, 3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        plan = planner.plan(model, inputs, budget="min", backend="replay", costs="roofline")
+        report = planner.verify(model, inputs, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
+def test_a_loss_in_a_larger_memory_than_its_own_is_as_planned() -> None:
+    """The kernel of ``smooth_l1_loss`` returns one number in memory for all of its input."""
+
+    class Squared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(16, 16), nn.GELU())))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.smooth_l1_loss(self.layers(x), x).square()
+
+    model, x = Squared(), torch.randn(512, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        report = planner.verify(model, (x,), plan=_planned(model, x), repeats=0)
+    assert report.ok, report.problems
+
+
+def test_what_takes_more_is_told_of_where_nothing_is_dropped() -> None:
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.more = nn.Linear(8, 8), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.linear(x))
+            x = torch.tanh(x[x[:, 0] > 0])
+            return (torch.tanh(x) if self.more else x).square().mean()
+
+    torch.manual_seed(0)
+    model, x = Chosen(), torch.randn(64, 8)
+    plan = _planned(model, x, "200%")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        report = planner.verify(model, (x,), plan=plan, repeats=0)
+        assert report.ok, report.problems
+        plan.apply(model)
+        model(x).backward()
+    with torch.no_grad():
+        model.linear.bias += 3.0
+    with pytest.warns(planner.PlanWarning, match="data or something else"):
+        model(x).backward()
+    model.more = True
+    with pytest.warns(planner.PlanWarning, match="took a path that the plan has not seen"):
+        model(x).backward()
+
+
+def test_a_backward_that_recording_changes_is_told_of() -> None:
+    layer = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map="householder")
+    with pytest.warns(planner.PlanWarning, match="householder_product"):
+        plan = _planned(nn.Sequential(layer, nn.GELU()), torch.randn(16, 8))
+    assert any("householder_product" in note for note in plan.notes)
