@@ -36,6 +36,7 @@ from benchmarks.mutations.in_place import IN_PLACE
 from benchmarks.mutations.inside import INSIDE
 from benchmarks.mutations.loops import LOOPS
 from benchmarks.mutations.models import MODELS
+from benchmarks.mutations.offload import OFFLOAD
 from benchmarks.mutations.pieces import PIECES
 from benchmarks.mutations.ranks import RANKS
 from benchmarks.mutations.record import Mutation, StaleMutationError
@@ -50,6 +51,7 @@ THEMES = {
     "Every step": STEPS,
     "Replays": REPLAYS,
     "Losses in pieces, arenas, patches": PIECES,
+    "Results on the host": OFFLOAD,
     "Shapes": SHAPES,
     "Training loops": LOOPS,
     "Models": MODELS,
