@@ -57,6 +57,7 @@ def decisions_digest(plan: PlanRecord, on_new_shape: "OnNewShape" = "reapply") -
     decisions: dict[str, Any] = {
         "coverage": plan.coverage,
         "training": plan.model.training,
+        "offload": plan.target.offload,
         # All fields but the named ones: a new field counts until somebody excludes it.
         "graphs": [graph.model_dump(mode="json", exclude=_NOT_RUN | _IN_SPEC) for graph in plan.graphs],
         "forward_only": plan.forward_only,

@@ -159,7 +159,7 @@ def wrapped(original):
 
 for name in ("relu", "softmax", "layer_norm", "dropout"):
     setattr(F, name, wrapped(getattr(F, name)))
-from tests import test_patches as here
+from tests._torch import test_patches as here
 model, twin, x = here._built()
 here.plan_of(model, (x,)).apply(model)
 here.assert_same(here.left_by(model, here._step(x)), here.left_by(twin, here._step(x)))

@@ -30,6 +30,7 @@ OTHER: dict[str, Any] = {
     "backward": [index for index in GRAPH.backward if index >= GRAPH.forward_length],
     "other_programs": [Program(backward=GRAPH.backward)],
     "packed": [0],
+    "completed": [0],
     "executions": [0, 0],
     "emitted": ["forward", "backward"],
     "ops": [op.model_copy(update={"name": "aten.relu.default"}) for op in GRAPH.ops],
@@ -71,7 +72,9 @@ def test_what_else_decides_counts_too() -> None:
     larger = [tensor.model_copy(update={"shape": [16, 128]}) for tensor in PLAN.model.inputs]
     other_shapes = PLAN.model_copy(update={"model": PLAN.model.model_copy(update={"inputs": larger})})
     richer = PLAN.model_copy(update={"target": PLAN.target.model_copy(update={"budget_bytes": 2**40})})
+    on_disk = PLAN.model_copy(update={"target": PLAN.target.model_copy(update={"offload": "disk"})})
     assert decisions_digest(evaluated) != decisions_digest(PLAN)
+    assert decisions_digest(on_disk) != decisions_digest(PLAN)
     assert decisions_digest(PLAN.model_copy(update={"coverage": "several-graphs"})) != decisions_digest(PLAN)
     assert len({decisions_digest(PLAN, policy) for policy in ("reapply", "replan", "error")}) == 3
     assert decisions_digest(other_shapes) == decisions_digest(PLAN)

@@ -44,6 +44,7 @@ _CHOSEN = {
     "inputs",
     "outputs",
     "bound_covers",
+    "offload",
     "fusion",
     "state_digest",
     "structure",

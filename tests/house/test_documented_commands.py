@@ -32,7 +32,7 @@ NOT_OURS = {
 QUICKLY = {
     "plan": ["--solver", "sqrt_n"],
     "max-batch": ["--solver", "sqrt_n", "--most", "8"],
-    "sweep": ["--solver", "sqrt_n"],
+    "sweep": ["--time-limit", "0.3"],
     "compare": ["--solver", "sqrt_n"],
 }
 """What is added to commands so that they search less: no option of their own is taken from them."""

@@ -144,7 +144,7 @@ def test_a_plan_file_simulates_as_what_was_solved() -> None:
 def test_lines_of_the_models_code_are_named_as_files_are_imported() -> None:
     again = simulated(planned_gpt().plan)
     lines = {again.line(row) for row in range(again.graph.forward_length)}
-    assert {line.partition(":")[0] for line in lines if line} == {"zoo/__init__.py"}
+    assert {line.partition(":")[0] for line in lines if line} == {"tests/zoo/__init__.py"}
     assert len(lines) > 4
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import planner
 from planner.errors import PlanWarning
-from planner.verification import again, outcomes, verify
+from planner.verification import again, compared_steps, outcomes, verify
 from planner.verification.outcomes import Spread, difference, distance, on_host, same
 
 NAN, INF = math.nan, math.inf
@@ -106,7 +106,7 @@ def verified_with_noise(monkeypatch: pytest.MonkeyPatch, noisy: Callable[[int], 
                 assert gradient is not None
                 gradient += 1e-7
 
-    monkeypatch.setattr(verify, "Outcome", Noisy)
+    monkeypatch.setattr(compared_steps, "Outcome", Noisy)
     usual = verify._unplanned_steps(torch.device("cuda"))
     assert usual == UNPLANNED
     monkeypatch.setattr(verify, "_unplanned_steps", lambda device: usual)

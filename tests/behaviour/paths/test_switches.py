@@ -106,7 +106,7 @@ def test_the_users_own_code_is_compiled_as_the_stance_says() -> None:
 def test_a_plan_is_followed_where_the_environment_switches_compilation_off(switch: str) -> None:
     code = """
 import os
-from tests import test_switches as here
+from tests.behaviour.paths import test_switches as here
 model, twin, args, _ = here._two_layers()
 with here.counting_runs() as runs, here.no_plan_warnings():
     here.plan_of(model, args).apply(model)
