@@ -64,16 +64,13 @@ def _bert(rank: int) -> Built:
 CASES: dict[str, tuple[Callable[[int], Built], planner.FSDP2 | planner.DDP]] = {
     "transformer": (_transformer, planner.FSDP2(2)),
     "Llama, kept gathered, in half precision": (_llama, planner.FSDP2(2, False, **HALF)),
-    "BERT, in half precision": (_bert, planner.FSDP2(2, **HALF)),
     # As Accelerate shards it.
     "Llama, with a group that stays gathered": (
         _llama,
         planner.FSDP2(2, None, kept_gathered=("model.norm+lm_head",)),
     ),
     "in pieces: Llama": (_llama, planner.FSDP2(2)),
-    "transformer, data parallel": (_transformer, planner.DDP(2, bucket_cap_mb=1)),
     "transformer, gradients in buckets": (_transformer, planner.DDP(2, gradient_as_bucket_view=True)),
-    "replayed: BERT": (_bert, planner.FSDP2(2)),
     "replayed: Llama, with a group that stays gathered": (
         _llama,
         planner.FSDP2(2, None, kept_gathered=("model.norm+lm_head",)),

@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 STEPS = 3
 BFLOAT16: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 CASES: dict[str, tuple[bool, bool, dict[str, Any]]] = {
-    "in single precision": (False, True, {}),
     "along the sequence, in half precision": (True, False, BFLOAT16),
 }
 """By name whether the sequence is distributed, too; `reshard_after_forward`; and dtypes."""

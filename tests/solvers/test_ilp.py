@@ -56,7 +56,7 @@ def assert_monotone(graph: Graph, budgets: list[int]) -> None:
 @pytest.mark.parametrize("graph", [transformer(2), random_dag(2, 40)])
 def test_sweeps_are_monotone(graph: Graph) -> None:
     peak = simulate(graph, graph.base_schedule).peak_bytes
-    assert_monotone(graph, [int(f * peak) for f in np.linspace(0.3, 1.0, 8)])
+    assert_monotone(graph, [int(f * peak) for f in np.linspace(0.3, 1.0, 4)])
 
 
 def test_sweeps_answer_in_the_order_asked() -> None:

@@ -106,9 +106,7 @@ def test_more_time_takes_less_memory() -> None:
         portfolio.solve(graph, None, time_limit=2, most_seconds=graph.base_seconds * (1 + share)).peak_bytes
         for share in (0.0, 0.3)
     ]
-    peaks.append(portfolio.solve(graph, None, time_limit=2).peak_bytes)
-    assert peaks == sorted(peaks, reverse=True)
-    assert len(set(peaks)) == 3
+    assert peaks[0] > peaks[1] >= floor_bytes(graph)
 
 
 def test_a_chain_needs_no_more_than_its_largest_operation() -> None:
