@@ -77,24 +77,6 @@ def running_node_number() -> tuple[str, int] | None:
     return None if node is None else (node.name(), node._sequence_nr())
 
 
-def next_node_number() -> int:
-    """The number that the next autograd node of this thread gets."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
-
-
-def holders_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """How many references to a tensor, and to its storage, C++ holds."""
-    of_storage: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    of_tensor: int = tensor._use_count()  # type: ignore[attr-defined]
-    return of_tensor, of_storage
-
-
-def is_hooked(tensor: torch.Tensor) -> bool:
-    """Whether hooks are called when a tensor gets a gradient, or it is no leaf and keeps its gradient."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks) or tensor.retains_grad
-
-
 def leaves_behind(node: Any) -> list[torch.Tensor]:
     """The leaves that an autograd node, or one right behind it, gives gradients to."""
     return [one.variable for one in accumulates_into(node)]

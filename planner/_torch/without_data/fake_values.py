@@ -26,7 +26,6 @@ from planner._torch.without_data.plain import ASKS_FOR_DEVICE, device_asked_for
 from planner._torch.without_data.remembered_calls import RemembersCalls
 
 _MOST_KNOWN_ELEMENTS = 2**20
-_FEW = 16
 NOT_FAKE = {"transformers.utils.import_utils": "is_fake_tensor"}
 """Functions of other libraries that ask whether a tensor has no data, by module."""
 _CPU = torch.device("cpu")
@@ -221,15 +220,6 @@ def known_values(tensors: Sequence[object]) -> list[torch.Tensor | None]:
 def _copied(known: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     with no_dispatch():
         return copy.deepcopy(list(known))  # those of one storage stay in one
-
-
-def known_numbers(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """A tensor without data as its type, its sizes and its numbers, where these are known and few."""
-    known = tensor.constant if isinstance(tensor, FakeTensor) else None
-    if known is None or known.numel() > _FEW:
-        return None
-    with no_dispatch():
-        return tensor.dtype, tensor.device, tensor.shape, tuple(known.flatten().tolist())
 
 
 def known_count(mask: torch.Tensor) -> int | None:
