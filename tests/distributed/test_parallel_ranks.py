@@ -64,13 +64,8 @@ def _bert(rank: int) -> Built:
 CASES: dict[str, tuple[Callable[[int], Built], planner.FSDP2 | planner.DDP]] = {
     "transformer": (_transformer, planner.FSDP2(2)),
     "Llama, kept gathered, in half precision": (_llama, planner.FSDP2(2, False, **HALF)),
-    # As Accelerate shards it.
-    "Llama, with a group that stays gathered": (
-        _llama,
-        planner.FSDP2(2, None, kept_gathered=("model.norm+lm_head",)),
-    ),
     "in pieces: Llama": (_llama, planner.FSDP2(2)),
-    "transformer, gradients in buckets": (_transformer, planner.DDP(2, gradient_as_bucket_view=True)),
+    # As Accelerate shards it.
     "replayed: Llama, with a group that stays gathered": (
         _llama,
         planner.FSDP2(2, None, kept_gathered=("model.norm+lm_head",)),

@@ -14,7 +14,7 @@ GRAPHS = {"transformer": transformer(4), "unet": unet(4), "chain": chain(40), "d
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-@pytest.mark.parametrize("fraction", [0.8, 0.6, 0.45])
+@pytest.mark.parametrize("fraction", [0.8, 0.6])
 @pytest.mark.heavy
 def test_never_slower_than_sqrt_n_and_never_below_the_bound(name: str, fraction: float) -> None:
     graph = GRAPHS[name]
@@ -53,7 +53,7 @@ def assert_monotone(graph: Graph, budgets: list[int]) -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("graph", [transformer(2), random_dag(2, 40)])
+@pytest.mark.parametrize("graph", [random_dag(2, 40)])
 def test_sweeps_are_monotone(graph: Graph) -> None:
     peak = simulate(graph, graph.base_schedule).peak_bytes
     assert_monotone(graph, [int(f * peak) for f in np.linspace(0.3, 1.0, 4)])

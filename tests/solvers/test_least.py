@@ -13,8 +13,8 @@ from solvers import portfolio, sqrt_n
 from solvers.least import floor_bytes, least
 from solvers.model.graph import Graph
 from solvers.model.schedule import check, simulate
-from tests.graphs import chain, graphs, transformer
-from tests.small import graph_break_model, small_gpt
+from tests.graphs import chain, graphs
+from tests.small import graph_break_model
 from tests.zoo import Built
 
 pytestmark = pytest.mark.usefixtures("no_hurry")
@@ -47,16 +47,6 @@ def test_min_takes_what_the_error_says_and_no_less_is_planned(build: object, sol
         assert error.value.minimum_bytes == total
     again = planner.plan(model, args, kwargs, budget=total, **options)
     assert again.predicted.peak_bytes == plan.predicted.peak_bytes
-
-
-@pytest.mark.heavy
-def test_min_takes_what_the_error_says_of_a_transformer() -> None:
-    model, args, kwargs = small_gpt(layers=1)
-    plan = planner.plan(model, args, kwargs, budget="min", time_limit=60)
-    with pytest.raises(InfeasibleBudget) as error:
-        planner.plan(model, args, kwargs, budget="1KiB", time_limit=60)
-    assert plan.whole_step is not None
-    assert error.value.minimum_bytes == plan.whole_step.total_bytes
 
 
 @pytest.mark.heavy
@@ -97,16 +87,6 @@ def test_the_least_within_a_time_takes_no_longer(graph: Graph, share: float, sol
     assert found.feasible
     assert found.seconds <= most * (1 + 1e-9)
     assert found.peak_bytes <= simulate(graph, graph.base_schedule).peak_bytes
-
-
-@pytest.mark.heavy
-def test_more_time_takes_less_memory() -> None:
-    graph = transformer(3)
-    peaks = [
-        portfolio.solve(graph, None, time_limit=2, most_seconds=graph.base_seconds * (1 + share)).peak_bytes
-        for share in (0.0, 0.3)
-    ]
-    assert peaks[0] > peaks[1] >= floor_bytes(graph)
 
 
 def test_a_chain_needs_no_more_than_its_largest_operation() -> None:

@@ -163,4 +163,6 @@ def test_a_process_lives_through_ctrl_c_at_several_moments(tmp_path: Path) -> No
     )
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["done"]), done.stderr[-2000:]
     assert "interrupted" in done.stdout
-    assert "Exception ignored" not in done.stderr
+    # But for Python's own functions, in which it may arrive in any program.
+    ignored = [line for line in done.stderr.splitlines() if line.startswith("Exception ignored in")]
+    assert not [line for line in ignored if "<function Weak" not in line]
