@@ -146,7 +146,8 @@ class PlanOptions:
             batch do without.
         offload: "disk" may send results that the backward reads to files that are mapped into memory, and
             fetch them where it reads them, so that they take no memory of the CPU in between; "host" is for
-            GPUs, and the host's memory. Compute waits for each transfer. "none" sends nothing.
+            GPUs, and the host's memory. Transfers run while the step
+            computes. "none" sends nothing.
         host_budget: The most bytes that may be kept there, "64GiB" say; None for as many as it takes.
         backend: What runs the plan. "auto": graphs where the step is few of them, all of it is in them and
             nothing is warned of, else "replay"; the plan says which, and why. With ``regions``, stages of

@@ -19,6 +19,7 @@ from planner.planfile.plan import PlanRecord
 from planner.planning.options import check_options
 from planner.progress import Progress
 from planner.runtime.install import check_fits, installed_plan, put_in
+from planner.runtime.plan_call import PlanCall
 from planner.training_step.arrivals.suspended import only_hooks_that_are_put_back
 from planner.training_step.inputs import InputError, Inputs, read_step
 from planner.training_step.step import Loss, Outputs, Step, checked_outputs, tensors_in
@@ -126,6 +127,8 @@ def verify(
     tensors = [*model.parameters(), *model.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
     device = tensors[0].device if tensors else torch.device("cpu")
     unplanned = _unplanned_steps(device)
+    there = modules.installed_call(model)
+    folder = there.offload_folder if isinstance(there, PlanCall) else None
     steps = ComparedSteps(
         model, step, _added_to(plan, model), outcomes=unplanned + 2, repeats=repeats, report=report
     )
@@ -134,7 +137,8 @@ def verify(
         as_written.enter_context(what_is_noted_stays())
         as_written.enter_context(only_hooks_that_are_put_back(model, none=not plan.is_exact))
         check_fits(plan, model)
-        planned = put_in(plan, model, arena=False)  # its peak is that of tensors
+        # Without an arena, its peak is that of tensors.
+        planned = put_in(plan, model, arena=False, offload_folder=folder)
         planned.retire()
         as_written.enter_context(blocks_run_as_written())
         if plan.target.backend != "inductor":  # as it runs by the plan

@@ -165,6 +165,19 @@ def test_the_host_takes_what_the_plan_says(plan: Plan, monkeypatch: pytest.Monke
     assert [place.bytes for place in places] == [plan.whole_step.host_bytes]
 
 
+def test_verify_keeps_results_where_the_plan_was_applied_to(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = set[Path]()
+    made = HostPlace.__init__
+    monkeypatch.setattr(
+        HostPlace, "__init__", lambda place, *a: (made(place, *a), folders.add(place.folder))[0]
+    )
+    model = plan.apply(blocks(), offload_folder=tmp_path)
+    assert planner.verify(model, (X,), loss=squares, repeats=0).ok
+    assert folders == {tmp_path}
+
+
 def test_a_folder_that_is_not_there_is_an_error_and_leaves_the_module_alone(
     plan: Plan, tmp_path: Path
 ) -> None:
