@@ -7,6 +7,8 @@ symbols), and under ``torch.compile(backend="aot_eager")``, interleaved, with on
 first (width 32, batch 2, sequence 16) take no time, so that all there is to see is Python and dispatch; the
 second (width 256, batch 4, sequence 128) computes. Printed are medians of process time and their ratios to
 the unplanned step.
+
+Below stand the same two, followed by replays: extra time as predicted, Python's included, and as measured.
 """
 
 import argparse
@@ -33,13 +35,21 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    results = {name: measure(*sizes, options.repeats) for name, sizes in MODELS.items()}
+    results = {
+        name: measure(*sizes, options.repeats) | replayed(*sizes[:3], options.repeats)
+        for name, sizes in MODELS.items()
+    }
     if options.json:
         json.dump(results, sys.stdout, indent=1)
         return
     for name, networks in results.items():
         print(name)
         for network, found in networks.items():
+            if "predicted" in found:
+                print(
+                    f"  {network:22} {found['predicted']:+.0%} predicted, {found['measured']:+.0%} measured"
+                )
+                continue
             milliseconds, ratio = found["seconds"] * 1e3, found["ratio_to_eager"]
             print(f"  {network:22} {milliseconds:8.2f} ms a step, {ratio:.3f}x eager")
 
@@ -84,6 +94,18 @@ def measure(width: int, batch: int, sequence: int, steps: int, repeats: int) -> 
         name: {"seconds": s / steps, "ratio_to_eager": s / seconds[0]}
         for name, s in zip(networks, seconds, strict=True)
     }
+
+
+def replayed(width: int, batch: int, sequence: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Extra time of plans that are followed by replays, as predicted and as measured, by the budget."""
+    found = {}
+    for budget in ("80%", "min"):
+        torch.manual_seed(0)
+        model, inputs = GPT(width=width, context=sequence).train(), words(batch, sequence)
+        plan = planner.plan(model, inputs, budget=budget, backend="replay")
+        report = planner.verify(model, inputs, plan=plan, repeats=repeats)
+        found[f"replayed, {budget}"] = {"predicted": plan.overhead, "measured": report.overhead}
+    return found
 
 
 def words(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:

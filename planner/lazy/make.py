@@ -16,7 +16,6 @@ from planner.planfile.atomic_file import check_writable
 from planner.planfile.budget import format_bytes, parse_budget
 from planner.planfile.plan import PlanRecord
 from planner.planning.backends import check_backend
-from planner.planning.make_plan import OF_PYTHON
 from planner.planning.options import OptionError, PlanKeywords, PlanOptions, check_options, read_options
 from planner.planning.solve import find_solver
 from planner.progress import Progress
@@ -77,12 +76,8 @@ class Made:
         extra = plan.overhead
         if any(WRITES in note for note in plan.notes):  # it takes longer even if it recomputes nothing
             extra = plan.predicted.seconds / plan.baseline.seconds - 1
-        of_python = [
-            f" and {note.removesuffix(OF_PYTHON)}of Python" for note in plan.notes if OF_PYTHON in note
-        ]
         return (
-            f"{self.how}: {format_bytes(before)} -> {format_bytes(now)}, {100 * extra:+.0f} % time"
-            f"{''.join(of_python)}{self.end}"
+            f"{self.how}: {format_bytes(before)} -> {format_bytes(now)}, {100 * extra:+.0f} % time{self.end}"
         )
 
 

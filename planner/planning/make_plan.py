@@ -52,14 +52,6 @@ from solvers.model import indices
 from solvers.model.schedule import alive_at, lifetimes, simulate
 from solvers.model.solution import Solution
 
-SECONDS_A_CALL, SECONDS_A_RERUN = 10e-6, 60e-6
-"""What each call of a replayed forward, and each that runs again, takes Python, as measured."""
-
-OF_PYTHON = "a step, about, go into Python that follows the plan, beside the predicted time"
-
-LEAST_SHARE = 0.05
-"""Of the unplanned step's seconds: what Python takes is told from there on."""
-
 IN_SINGLE_OPERATIONS = (
     "Inductor runs this plan: its peak is that of the programs that Inductor emits; seconds are those of "
     "single operations, and what Inductor fuses takes less"
@@ -112,6 +104,8 @@ def make_plan(
         forward_steps = planned.forward_length
         whole = prepared.footprint.whole_step(peak_bytes, problem.final_bytes)
     seconds, eager_forward = timeline.seconds, sum(not e.backward for e in captured.eager.events)
+    if isinstance(problem, ReplayProblem) and len(solution.schedule) > graph.base_length:
+        seconds += problem.following_seconds
     if as_written:
         unplanned = problem.eager
         peak_bytes, step_bytes, seconds = unplanned.peak_bytes, unplanned.step_bytes, unplanned.seconds
@@ -125,7 +119,7 @@ def make_plan(
             seconds=seconds,
         )
 
-    notes = [*reached, *_of_python(prepared, problem, solution), *captured.notes]
+    notes = [*reached, *captured.notes]
     if as_written:
         notes.append(AS_WRITTEN)
     of_cudnn = None if emitted else cudnn_note(prepared, graph, solution.schedule, timeline.step_bytes)
@@ -212,17 +206,6 @@ def make_plan(
         step=step_record(captured, problem) if emitted is None and not as_written else None,
         replay=replay_record(problem) if isinstance(problem, ReplayProblem) and not as_written else None,
     ).remember(prepared.options)
-
-
-def _of_python(prepared: Prepared, problem: Problem, solution: Solution) -> list[str]:
-    """What to say of the time that Python takes to follow a replayed plan, where nothing runs beside it."""
-    captured, again = prepared.captured, len(solution.schedule) - problem.graph.base_length
-    if not isinstance(captured, ReplayedStep) or prepared.device.kind != "cpu" or again <= 0:
-        return []
-    seconds = captured.saved.forward_events * SECONDS_A_CALL + again * SECONDS_A_RERUN
-    if seconds < LEAST_SHARE * problem.eager.seconds:
-        return []
-    return [f"{seconds * 1e3:.1f} ms {OF_PYTHON}"]
 
 
 def failed(failures: Mapping[str, str]) -> str:

@@ -23,6 +23,7 @@ from planner._torch import operators
 from planner.capture.captured_step import CapturedGraph
 from planner.costs.devices import Device, round_bytes
 from planner.costs.eager_timeline import eager_timeline, real_sizes
+from planner.costs.host_time import host_time
 from planner.costs.roofline import Costs, roofline
 from planner.costs.workspace import NOT_RUN, OpMemory, Workspaces
 from planner.graph.replay.rng import generator_state_bytes
@@ -110,6 +111,7 @@ class ReplayProblem(Problem):
             its results. Of the problem in which nothing is packed.
         row_of_event: The row of each event. Of the same problem.
         number_bytes: By operation, what Python numbers take that only a dispatch mode makes tensors of.
+        following_seconds: What Python takes to follow a plan that drops something, re-runs aside.
     """
 
     replayed: ReplayGraph = field(default_factory=ReplayGraph)
@@ -118,6 +120,7 @@ class ReplayProblem(Problem):
     calls_of: Mapping[BaseOp, tuple[int, ...]] = field(default_factory=dict)
     row_of_event: Mapping[int, BaseOp] = field(default_factory=dict)
     number_bytes: Mapping[int, int] = field(default_factory=dict)
+    following_seconds: float = 0.0
 
     def as_it_runs(self, schedule: Schedule) -> "ReplayProblem":
         """The problem of a plan. One that drops nothing runs as it is, without a dispatch mode."""
@@ -155,8 +158,10 @@ def build_replayed(
     costs = costs or roofline(device)
     builder = _Builder(captured, device)
     builder.run()
-    graph = builder.graph(meter, costs)
+    python = host_time(device, costs)
+    graph = builder.graph(meter, costs, python.again)
     eager = eager_timeline(captured.eager, device, meter, costs)
+    saved = captured.saved
     left = sum(
         graph.values[v].bytes for s, v in builder.value_of.items() if builder.storages[s].died_after is None
     )
@@ -172,6 +177,7 @@ def build_replayed(
         calls_of=builder.calls_of,
         row_of_event={row.event: base_op(i) for i, row in enumerate(builder.rows)},
         number_bytes=builder.number_bytes,
+        following_seconds=saved.forward_events * python.call + len(saved.saves) * python.save,
     )
 
 
@@ -414,8 +420,8 @@ class _Builder:
 
     # ---- costs -----------------------------------------------------------------------------------------
 
-    def graph(self, meter: Workspaces | None, costs: Costs) -> Graph:
-        """The solvers' graph, with seconds and bytes for the device."""
+    def graph(self, meter: Workspaces | None, costs: Costs, again_seconds: float) -> Graph:
+        """The solvers' graph, costs for the device; each re-run takes ``again_seconds`` more."""
         calls, outputs, values = self.recording.calls, self.recording.outputs, self.values
         memories = [NOT_RUN] * len(calls) if meter is None else meter.measure(calls)
         seconds = [costs.seconds(c.func, c.args, c.kwargs, o) for c, o in zip(calls, outputs, strict=True)]
@@ -438,7 +444,7 @@ class _Builder:
         ops = list(base)
         for i, row in enumerate(self.rows):
             if row.op.recomputable:
-                again = self._again(row, row_of_event, base, memories)
+                again = self._again(row, row_of_event, base, memories, again_seconds)
                 if again is not None:
                     ops[i] = replace(row.op, replay=RowId(len(ops)))
                     ops.append(again)
@@ -446,7 +452,12 @@ class _Builder:
         return Graph(tuple(ops), tuple(rounded), base_length=len(base))
 
     def _again(
-        self, row: _Row, row_of_event: dict[int, BaseOp], base: Sequence[Op], memories: Sequence[OpMemory]
+        self,
+        row: _Row,
+        row_of_event: dict[int, BaseOp],
+        base: Sequence[Op],
+        memories: Sequence[OpMemory],
+        more_seconds: float,
     ) -> Op | None:
         """How a row runs again, where that differs from its first run: with what writes over its results."""
         own = self.events[row.event].allocates
@@ -455,7 +466,7 @@ class _Builder:
         self.calls_of[row_of_event[row.event]] = tuple(calls)
         states = [self._states[c] for c in calls if c in self._states]
         calls_made = [self._call_of(c) for c in calls]
-        if not writers and not states and not self._number_bytes(calls_made[0]):
+        if not (writers or states or more_seconds or self._number_bytes(calls_made[0])):
             return None
         reads = {
             self.value_of[s]
@@ -469,7 +480,7 @@ class _Builder:
             row.op,
             inputs=(*sorted(reads), *states),
             outputs=row.made,
-            seconds=sum(op.seconds for op in ops),
+            seconds=sum(op.seconds for op in ops) + len(ops) * more_seconds,
             workspace_bytes=max(memories[c].workspace_bytes for c in calls_made) + extra,
             replay=None,
             writes=(),

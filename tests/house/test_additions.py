@@ -76,7 +76,7 @@ CHANGED = {
         ],
         "planner/planning/make_plan.py": [
             (
-                re.escape("notes = [*reached, *_of_python(prepared, problem, solution), *captured.notes]\n"),
+                re.escape("notes = [*reached, *captured.notes]\n"),
                 "\\g<0>    notes += [prepared.options.label] * bool(prepared.options.label)\n",
             ),
         ],

@@ -1,0 +1,72 @@
+"""Seconds that Python takes to follow a plan by replays, beside those of the operators.
+
+On the CPU nothing runs beside Python. On a GPU operators wait in a queue while Python goes on, so nothing is
+counted. ``benchmarks/host_time.py`` compares these seconds with steps.
+"""
+
+import time
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from planner._torch.autograd import CountingMode
+from planner.costs.devices import Device
+from planner.costs.kernel_timer import MeasuredCosts
+from planner.costs.roofline import Costs
+
+USUAL = 4e-6
+"""Seconds of a call of an operator under a dispatch mode that does nothing, where nobody measures them."""
+
+CALL, SAVE, AGAIN = 2.5, 3.0, 4.0
+"""How many of these take as long as a call that is counted, as a tensor that autograd saves, as a re-run."""
+
+_REPEATS = 100
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """Seconds of Python.
+
+    Attributes:
+        call: For each call of an operator in a forward of which something is dropped.
+        save: For each tensor that autograd saves there.
+        again: For each call that runs again, beside the operator itself.
+    """
+
+    call: float = 0.0
+    save: float = 0.0
+    again: float = 0.0
+
+
+def host_time(device: Device, costs: Costs) -> HostTime:
+    """What Python takes on a device: measured, once, where the seconds of operators are."""
+    if device.kind != "cpu":
+        return HostTime()
+    unit = _measured() if isinstance(costs, MeasuredCosts) else USUAL
+    return HostTime(CALL * unit, SAVE * unit, AGAIN * unit)
+
+
+class _Passing(CountingMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def _measured() -> float:
+    """Seconds that a dispatch mode adds to a call, the least of three times."""
+    one = torch.zeros(4)
+
+    def calls() -> float:
+        started = time.process_time()
+        for _ in range(_REPEATS):
+            torch.neg(one)
+        return time.process_time() - started
+
+    def under_a_mode() -> float:
+        with _Passing():  # type: ignore[no-untyped-call]
+            return calls()
+
+    calls(), under_a_mode()
+    least = min(under_a_mode() for _ in range(3)) - min(calls() for _ in range(3))
+    return max(least / _REPEATS, 0.0)
