@@ -238,6 +238,7 @@ class Halves(nn.Module):
 
 
 @pytest.mark.heavy
+@pytest.mark.graphs
 @pytest.mark.parametrize("given", [True, False])
 def test_parts_that_are_handed_on_are_not_taken_for_their_gradients(given: bool) -> None:
     model, x = Halves(given).train(), torch.randn(512, 8)
