@@ -96,7 +96,7 @@ class Feeds(nn.Module):
 def test_a_plan_takes_the_fastest_fusion_that_fits_its_budget(tmp_path: Path) -> None:
     torch.manual_seed(0)
     step = planner.prepare(Feeds().train(), torch.randn(128, 16), backend="inductor")
-    plans = {budget: step.plan(budget) for budget in ("100%", "80%", "60%", "min")}
+    plans = {budget: step.plan(budget) for budget in ("100%", "60%", "min")}
     assert plans["100%"].fusion == "anywhere"
     prepared = step._prepared
     for budget, plan in plans.items():

