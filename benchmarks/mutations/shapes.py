@@ -80,7 +80,7 @@ SHAPES = [
                 '"automatic_dynamic_shapes": False,',
             ),
         ),
-        ("tests/behaviour/modules/test_shapes.py::test_a_hundred_lengths_are_a_few_captures[_gpt]",),
+        ("tests/behaviour/modules/test_shapes.py::test_a_hundred_lengths_are_a_few_captures[_bert]",),
     ),
     Mutation(
         "larger-shape-warns",

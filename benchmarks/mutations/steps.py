@@ -169,7 +169,7 @@ STEPS = [
         ),
         (
             "tests/inductor/test_inductor_layouts.py"
-            "::test_with_the_same_layouts_buffers_are_those_of_torch_compile[Inductor's-1GiB]",
+            "::test_with_the_same_layouts_buffers_are_those_of_torch_compile[Inductor's]",
         ),
     ),
     Mutation(
