@@ -17,6 +17,7 @@ import planner
 from planner._torch.joint.aot import BoxedFunction
 from planner.errors import PlanWarning
 from planner.lowering.lowerings import Lowering, Role
+from planner.replay.backward import Backward
 from planner.replay.follow import FollowedStep
 from planner.runtime import backend
 from planner.user_plan import Plan
@@ -79,7 +80,7 @@ class Runs:
 def counting_runs() -> Iterator[Runs]:
     """Count the runs of planned graphs that are compiled from now on, and the steps that replay a plan."""
     runs, original = Runs(), backend.chosen_lowering
-    finished, before = FollowedStep.finished, FollowedStep.before
+    finished, before = FollowedStep.finished, Backward.before
 
     def chosen(*backend_and_options: Any) -> Lowering:
         lower = original(*backend_and_options)
@@ -101,19 +102,19 @@ def counting_runs() -> Iterator[Runs]:
         runs.replayed += step.followed
         runs.forward += step.followed
 
-    def counting_backwards(step: FollowedStep, save: int) -> None:
+    def counting_backwards(step: Backward, save: int) -> None:
         runs.backward += step.followed and not step.begun
         before(step, save)
 
     backend.chosen_lowering = chosen
     FollowedStep.finished = counting  # type: ignore[method-assign]
-    FollowedStep.before = counting_backwards  # type: ignore[method-assign]
+    Backward.before = counting_backwards  # type: ignore[method-assign]
     try:
         yield runs
     finally:
         backend.chosen_lowering = original
         FollowedStep.finished = finished  # type: ignore[method-assign]
-        FollowedStep.before = before  # type: ignore[method-assign]
+        Backward.before = before  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from benchmarks.mutations.record import Change, Mutation
 
 _FOLLOW = "planner/replay/follow.py"
+_SLOTS, _BACKWARD = "planner/replay/slots.py", "planner/replay/backward.py"
 _NOTED = "planner/replay/noted.py"
 _TESTS = "tests/replay/test_replayed.py"
 _PATHS = "tests/replay/test_replayed_paths.py"
@@ -12,7 +13,7 @@ REPLAYS = [
         "the-very-storage",
         "A tensor is the plan's value only if it lies in the storage that the noted call made.",
         "Another tensor at that place is dropped, and made again as something else.",
-        (Change(_FOLLOW, "ref() is tensor.untyped_storage() and ", ""),),
+        (Change(_SLOTS, "ref() is tensor.untyped_storage() and ", ""),),
         (f"{_TESTS}::test_a_layer_that_is_frozen_or_reads_another_value_is_noticed",),
     ),
     Mutation(
@@ -26,7 +27,7 @@ REPLAYS = [
         "settings-of-what-runs-again",
         "What runs again runs as PyTorch was set when it ran first.",
         "It runs as PyTorch is set in the backward.",
-        (Change(_FOLLOW, "            if recipe.settings == self._now:\n", "            if True:\n"),),
+        (Change(_BACKWARD, "            if recipe.settings == self._now:\n", "            if True:\n"),),
         (f"{_TESTS}::test_what_runs_again_runs_as_pytorch_was_set",),
     ),
     Mutation(
@@ -46,7 +47,7 @@ REPLAYS = [
         "counted-by-the-tensor-that-is-written",
         "A kept value that is written over is held by the tensor that counts the write.",
         "It is held by the tensor that its call returned.",
-        (Change(_FOLLOW, "or (writes and slot in self.kept)", "or False"),),
+        (Change(_SLOTS, "or (writes and slot in self.kept)", "or False"),),
         (f"{_TESTS}::test_a_product_that_is_written_over_is_read_again_as_it_was_left",),
     ),
     Mutation(
@@ -67,8 +68,8 @@ REPLAYS = [
         "A backward that is to run again lets go of nothing.",
         "The second one finds nothing to make its tensors of.",
         (
-            Change(_FOLLOW, "        keep = graph_is_kept()\n", "        keep = False\n"),
-            Change(_FOLLOW, "        if graph_is_kept():\n            return\n", ""),
+            Change(_BACKWARD, "        keep = graph_is_kept()\n", "        keep = False\n"),
+            Change(_BACKWARD, "        if graph_is_kept():\n            return\n", ""),
         ),
         (f"{_TESTS}::test_a_backward_may_run_twice_and_be_differentiated",),
     ),
@@ -108,9 +109,9 @@ REPLAYS = [
         "A backward asks for it again, and there is nothing to make it of.",
         (
             Change(
-                _FOLLOW,
-                "            if self.followed or not (slot in self.steps.bits or slot in self.kept) or "
-                "self._can_be_made(slot):\n",
+                _BACKWARD,
+                "            if self.followed or not (slot in bits or slot in there.kept) or "
+                "there.can_be_made(slot):\n",
                 "            if True:\n",
             ),
         ),
@@ -120,7 +121,7 @@ REPLAYS = [
         "schedule-on-another-path",
         "A step on another path follows the schedule as far as it can.",
         "All is made again at once, in more memory than without a plan.",
-        (Change(_FOLLOW, "        self.in_order = True  # the", "        self.in_order = False  # the"),),
+        (Change(_BACKWARD, "        self._in_order = True  # the", "        self._in_order = False  # the"),),
         (f"{_PATHS}::test_on_another_path_the_plan_goes_on_behind_it",),
     ),
     Mutation(

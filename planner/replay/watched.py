@@ -11,7 +11,8 @@ import torch
 
 from planner._torch.autograd import hooks_on_saved_tensors
 from planner._torch.tensors import without_history
-from planner.replay.follow import Steps, unpack
+from planner.replay.follow import unpack
+from planner.replay.steps import Steps
 from planner.replay.units import ROOT, Units
 
 FIRST, EACH = 8, 16

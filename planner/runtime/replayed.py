@@ -13,8 +13,9 @@ from planner.compiled.calls import Calls
 from planner.errors import warn
 from planner.parallel.sharded_as_planned import has_other_units
 from planner.planfile.plan import PlanRecord
-from planner.replay.follow import Steps, followed
+from planner.replay.follow import followed
 from planner.replay.program import program_of
+from planner.replay.steps import Steps
 from planner.replay.watched import EACH, FIRST, watched
 from planner.runtime.first_forward import OtherPaths
 from planner.runtime.plan_call import PlanCall
