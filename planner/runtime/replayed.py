@@ -84,7 +84,7 @@ def _followers(
             output, step = followed(
                 steps, lambda: modules.module_call(model, *args, **kwargs), map(model.get_submodule, units)
             )
-        calls.last.follow(step)
+        calls.last.follow(step.backward)
         if not step.followed:
             paths.met = True
             if not warned:
