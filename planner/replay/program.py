@@ -176,6 +176,7 @@ class _Maker:
         known = {*dropped, *program.runs, *program.free}
         seen = [a.save for a in self.asked if a.save in known]
         program.order = {save: place for place, save in enumerate(dict.fromkeys(seen))}
+        _check(program)
         return program
 
     # ---- what the plan says ------------------------------------------------------------------------------
@@ -198,9 +199,13 @@ class _Maker:
         """The bits of masks that are packed, by the position of the call that makes the mask."""
         bits: dict[int, int] = {}
         for position, op in enumerate(self.wiring.ids):
-            replay = self.graph.ops[RowId(self.row_of[op])].replay if op in packed else None
-            if replay is not None:
-                bits[position] = int(self.graph.ops[replay].inputs[0])
+            row = self.row_of.get(op) if op in packed else None
+            replay = None if row is None else self.graph.ops[RowId(row)].replay
+            if replay is None:
+                continue
+            if max(self.results[position], default=-1) < 0 or not self.graph.ops[replay].inputs:
+                raise PlanFileError(f"plan: replay: call {position} is packed, and makes nothing")
+            bits[position] = int(self.graph.ops[replay].inputs[0])
         if len({*bits.values(), *self.maker}) != len(bits) + len(self.maker):
             raise PlanFileError("plan: replay: the bits of a mask are those of another, or no bits")
         return bits
@@ -352,6 +357,38 @@ class _Maker:
             return None
         operands = tuple(v if v in slots else -1 for v in self.operands[position])
         return Call(position in recorded, operands, results, written)
+
+
+def _check(program: Program) -> None:
+    """Follow a program as a step does: what runs again, or is handed out, finds what it needs.
+
+    Raises:
+        PlanFileError: It does not.
+    """
+    calls = program.calls
+    there = {slot for call in calls if call is not None for _, slot, kept in call.results if kept}
+    there |= set(program.bits.values())
+
+    def need(slot: int, what: str) -> None:
+        if slot >= 0 and slot not in there:
+            raise PlanFileError(f"plan: replay: {what} needs value {slot}, which is not there by then")
+
+    for save in program.order:
+        for run in program.runs.get(save, ()):
+            need(run.bits, f"save {save}")
+            own = set[int]()
+            for position in run.calls if run.bits < 0 else ():
+                call = calls[position]
+                if call is None or not call.recorded:
+                    raise PlanFileError(f"plan: replay: call {position} runs again and is not noted")
+                own.update(slot for _, slot, _ in call.results)
+                for slot in call.operands:
+                    if slot not in own:
+                        need(slot, f"call {position}, which runs again,")
+            there.update(slot for _, slot in run.store)
+            there.difference_update(run.free)
+        need(program.saves[save], f"save {save}")
+        there.difference_update(program.free.get(save, ()))
 
 
 def _ragged(counts: Sequence[int], flat: Sequence[int]) -> list[tuple[int, ...]]:
