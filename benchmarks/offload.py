@@ -184,11 +184,14 @@ def rows_of(name: str, device: str) -> list[str]:
         except planner.InfeasibleBudget:
             return None
 
+    least = [one.plan("min") for one in (alone, step)]
     for way in by_hand(prepared):
-        plans = [planned(one, way.peak_bytes) for one in (alone, step)]
+        plans = [
+            None if way.peak_bytes < known.predicted.dynamic_peak_bytes else planned(one, way.peak_bytes)
+            for one, known in zip((alone, step), least, strict=True)
+        ]
         extra = way.seconds / prepared.problem.graph.base_seconds - 1
         found.append(_row(name, device, way.name, f"{way.peak_bytes / GB:.2f}", f"{extra:+.1%}", *plans))
-    least = [one.plan("min") for one in (alone, step)]
     peaks = " / ".join(f"{plan.predicted.dynamic_peak_bytes / GB:.2f}" for plan in least)
     found.append(_row(name, device, "least peak", peaks, "", *least))
     return found

@@ -161,7 +161,7 @@ def _solved(
     """
     options, problem = prepared.options, prepared.problem
     offer = offered(prepared, constraints)
-    sending = offers_to_send(prepared, constraints, wanted)
+    sending = offers_to_send(prepared, constraints)
 
     def solve(
         graph: Graph,
@@ -196,7 +196,9 @@ def _solved(
             solved, bound_covers="schedules that send nothing" if sending else "schedules that pack no masks"
         )
 
-    def packing(offer: PackedProblem, progress: Progress, rival: float = math.inf) -> Solved:
+    def packing(
+        offer: PackedProblem, progress: Progress, rival: float = math.inf, room: int | None = room
+    ) -> Solved:
         masks = offer.problem.graph
         given = _constraints(prepared, masks)
         again = partial(solve, masks, given, progress, rival)
@@ -211,7 +213,8 @@ def _solved(
         for number, more in enumerate(sending, 1):
             if not keeps_everything(solved):
                 part = part_of(report, number * share, (number + 1) * share)
-                solved = better(solved, packing(more, part), room)
+                least = solved.solution.peak_bytes if room is None and number > 1 else room
+                solved = better(solved, packing(more, part, room=least), least)
         return solved
 
     ways = [_Way(problem.graph, without), _Way(offer.problem.graph, partial(packing, offer))]
