@@ -56,11 +56,12 @@ Small models of Hugging Face, a step each, with results in files (`offload="disk
 slows down to 1 GB/s each way; operations as long as they take here. Least peaks, and peaks a fifth below the
 least of recomputing alone, which nothing else reaches. In MB, over entry: the peak unplanned, the least
 recomputing alone, and the plan's, which is measured to the byte, all gradients equal bit for bit
-(`planner.verify`). In seconds: what compute waits for the link in a step, predicted, and measured as the time
-inside the calls that wait, the median of seven steps.
+(`planner.verify`). In seconds: what compute waits for the link in a step, predicted; *took*, the time inside
+the calls that wait, the median of seven steps; and *counted*, the same by a clock that counts the step's
+processor time and stands still while other processes have the processor.
 
-| model | unplanned | recomputing alone | asked for | with files | extra | in files | verified | wait | took |
-|---|---:|---:|---|---:|---:|---:|---|---:|---:|
+| model | unplanned | recomputing | asked for | with files | extra | in files | verified | wait | took | counted |
+|---|---:|---:|---|---:|---:|---:|---|---:|---:|---:|
 """
 
 FRONTIER = """
@@ -90,9 +91,9 @@ RATE = 1e9
 
 def small_models() -> Iterator[tuple[str, nn.Module, dict[str, torch.Tensor]]]:
     """Models that take seconds to run."""
-    words = torch.randint(0, 500, (16, 512))
+    words = torch.randint(0, 500, (8, 512))
     text = {"input_ids": words, "labels": words}
-    image = {"pixel_values": torch.randn(16, 3, 128, 128), "labels": torch.randint(0, 10, (16,))}
+    image = {"pixel_values": torch.randn(8, 3, 128, 128), "labels": torch.randint(0, 10, (8,))}
     yield "BERT", hf.BertForMaskedLM(hf.BertConfig(**SIZES, intermediate_size=512)), text
     yield "GPT-2", hf.GPT2LMHeadModel(hf.GPT2Config(**SIZES, use_cache=False)), text
     yield "Llama", hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, intermediate_size=344, use_cache=False)), text
@@ -114,17 +115,17 @@ def ran(name: str, model: nn.Module, kwargs: dict[str, torch.Tensor]) -> Iterato
             plan = step.plan(budget)
         except planner.InfeasibleBudget as error:
             share = (error.minimum_bytes - resident) / least
-            yield f"| {name} | | {least / MB:.1f} | {asked} | not possible: {share:.2f} | | | | | |"
+            yield f"| {name} | | {least / MB:.1f} | {asked} | not possible: {share:.2f} | | | | | | |"
             continue
         report = planner.verify(model, (), kwargs, plan=plan)
         peak, there = plan.predicted.dynamic_peak_bytes, plan.whole_step
         exact = report.ok and report.measured_dynamic_peak_bytes == peak
         sizes = [f"{size / MB:.1f}" for size in (plan.baseline.dynamic_peak_bytes, least)]
         host = f"{0 if there is None else there.host_bytes / MB:.1f} | {'yes' if exact else 'no'}"
-        waits = f"{predicted_wait(step, plan):.3f} | {measured_wait(model, kwargs, plan):.3f}"
+        waits = (predicted_wait(step, plan), *measured_waits(model, kwargs, plan))
         yield (
             f"| {name} | {' | '.join(sizes)} | {asked} | {peak / MB:.1f} | {plan.overhead:+.1%} "
-            f"| {host} | {waits} |"
+            f"| {host} | {' | '.join(f'{wait:.3f}' for wait in waits)} |"
         )
 
 
@@ -139,34 +140,50 @@ def predicted_wait(step: planner.PreparedStep, plan: Plan) -> float:
     return seconds[0] - seconds[1]
 
 
-def measured_wait(model: nn.Module, kwargs: dict[str, torch.Tensor], plan: Plan) -> float:
-    """The seconds that steps of a planned model wait for a link of so many bytes a second, the median."""
-    copy, wait, waited = host_place._copy, HostPlace._wait, [0.0]
-    free: dict[int, float] = {}  # when the link of a direction, which is a thread, is
+def measured_waits(model: nn.Module, kwargs: dict[str, torch.Tensor], plan: Plan) -> tuple[float, float]:
+    """The seconds that steps of a planned model wait for a link of so many bytes a second, the medians.
+
+    Returns:
+        Those of the clock, and those of a clock that counts the step's processor time and these waits: it
+        stands still while other processes have the processor.
+    """
+    copy, begin, wait = host_place._copy, HostPlace._begin, HostPlace._wait
+    waited, counted = [0.0], [0.0]
+    free: dict[object, float] = {}  # when the link of a direction is, by each of the clocks
+    until: dict[int, float] = {}
 
     def slowly(tensors: list[torch.Tensor]) -> None:
-        begin, size, link = time.perf_counter(), tensors[0].nbytes, threading.get_ident()
+        begun, size, link = time.perf_counter(), tensors[0].nbytes, threading.get_ident()
         copy(tensors)
-        free[link] = max(free.get(link, 0.0), begin) + size / RATE
+        free[link] = max(free.get(link, 0.0), begun) + size / RATE
         time.sleep(max(0.0, free[link] - time.perf_counter()))
 
+    def now() -> float:
+        return time.thread_time() + sum(counted)
+
+    def begun(place: HostPlace, link: object, into: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        free[link] = until[id(into)] = max(free.get(link, 0.0), now()) + into.nbytes / RATE
+        return begin(place, link, into, source)  # type: ignore[arg-type]
+
     def watched(place: HostPlace, tensor: torch.Tensor) -> torch.Tensor:
-        begin = time.perf_counter()
+        counted[-1] += max(0.0, until.pop(id(tensor)) - now())
+        started = time.perf_counter()
         result = wait(place, tensor)
-        waited[-1] += time.perf_counter() - begin
+        waited[-1] += time.perf_counter() - started
         return result
 
-    host_place._copy, HostPlace._wait = slowly, watched
+    host_place._copy, HostPlace._begin, HostPlace._wait = slowly, begun, watched  # type: ignore[method-assign]
     try:
         plan.apply(model)
         for _ in range(8):  # the first compiles
             waited.append(0.0)
+            counted.append(0.0)
             model(**kwargs).loss.backward()
             model.zero_grad()
     finally:
-        host_place._copy, HostPlace._wait = copy, wait
+        host_place._copy, HostPlace._begin, HostPlace._wait = copy, begin, wait  # type: ignore[method-assign]
         planner.remove(model)
-    return statistics.median(waited[2:])
+    return statistics.median(waited[2:]), statistics.median(counted[2:])
 
 
 def _alone(step: planner.PreparedStep) -> planner.PreparedStep:
@@ -209,8 +226,10 @@ def _sent(name: str, step: Prepared, schedule: Schedule) -> ByHand:
     graph = step.problem.graph
     lives = lifetimes(graph, schedule)
     kept = set(lives.value[crosses(graph, lives)].tolist())
-    again = set(graph.base_of[schedule[graph.forward_length :]].tolist())
-    made = packed(step.problem, [p for p in step.packings if p.value in kept and p.row not in again])
+    run = set(schedule.tolist())  # what runs again by a row of its own is not fetched
+    made = packed(
+        step.problem, [p for p in step.packings if p.value in kept and graph.ops[p.row].replay not in run]
+    )
     waiting = {p.value: p for p in made.packings}
     rows = list(range(made.problem.graph.forward_length))
     for row in schedule.tolist()[graph.forward_length :]:

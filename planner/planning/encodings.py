@@ -112,7 +112,8 @@ def followed(prepared: Prepared, offer: PackedProblem, solution: Solution) -> So
     solution = replace(solution, schedule=schedule, peak_bytes=timeline.peak_bytes, seconds=timeline.seconds)
     if any(packing.host_bytes for packing in offer.packings):  # what may be sent could be made again as well
         status = Status.FEASIBLE if solution.feasible else solution.status
-        return Solved(replace(solution, bound_seconds=None, status=status), problem)
+        bound = None if solution.bound_seconds is None else prepared.problem.graph.base_seconds
+        return Solved(replace(solution, bound_seconds=bound, status=status), problem)
     return Solved(solution, problem, "schedules that pack masks")
 
 

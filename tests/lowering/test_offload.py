@@ -343,7 +343,10 @@ def test_no_more_than_the_host_budget_is_sent(plan: Plan) -> None:
     step = planner.prepare(
         blocks(), X, loss=squares, offload="disk", host_budget=budget, backend="graph", costs="roofline"
     )
-    assert 0 < step.plan("70%").whole_step.host_bytes <= budget
+    within = step.plan("70%")
+    assert 0 < within.whole_step.host_bytes <= budget
+    assert within.solver.bound_seconds == within.no_recompute.seconds  # which no schedule undercuts
+    assert within.solver.bound_covers == "every schedule"
 
 
 def test_plans_for_a_gpu_say_what_they_would_take_and_are_not_run_yet() -> None:
