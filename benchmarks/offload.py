@@ -256,6 +256,7 @@ def rows_of(name: str, device: str) -> list[str]:
         backend="graph",
         costs="roofline",
         encodings="none",
+        time_limit=240,  # of the clock, so that a busy machine finds the same
     )
     prepared, alone = step._prepared, _alone(step)
     total, resident = prepared.baseline_whole_step.allocated_bytes, prepared.resident.total
