@@ -32,6 +32,7 @@ from planner.planning.make_plan import make_plan
 from planner.planning.prepared import Prepared
 from planner.problem.encodings import packed
 from planner.problem.link import overlapped
+from planner.report.page.data import page_data
 from planner.runtime import install
 from solvers.model.just_in_time import recompute
 from solvers.model.schedule import check, simulate
@@ -93,6 +94,8 @@ def test_bits_and_bytes_are_as_promised_below_the_least_peak(plan: Plan) -> None
     assert plan.predicted.peak_bytes < least.predicted.peak_bytes
     assert plan.target.offload == "disk"
     assert plan.whole_step.host_bytes > 0
+    fetched = len(plan.graphs[0].packed)
+    assert f"The backward fetches {fetched} results, " in "".join(page_data(plan)["story"])
     report = planner.verify(model, (X,), plan=Plan.loads(plan.dumps()), loss=squares)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
