@@ -74,9 +74,12 @@ Not run: dynamic peaks over entry, in GB, and extra time over the step that reco
 of [the frontiers](frontier.md) at full size in single precision. V100: PCI Express 3.0, 15.75 GB/s each
 way; H100: 5.0, 63 GB/s. *By hand* is what blocks recomputed whole take, the same with their inputs on the
 host, and everything on the host; beside it are plans within that peak, recomputing alone and with
-`offload="host"`, and what the latter keep on the host. The last row has the least peaks of both. No plan
-was found where it says so: the inputs of BERT-Large's blocks on the host take 0.05 GB less than its least
-plan.
+`offload="host"`, and what the latter keep on the host. The last row has the least peaks of both. No schedule
+is faster than the step that recomputes nothing, so a plan with offload is at most its own extra time slower
+than possible.
+
+By hand the inputs of BERT-Large's blocks on the host take less than its least plan: two are handed from
+one graph to the next, and plans keep these on the device.
 
 | model | device | way | peak | by hand | recomputing alone | with offload | on the host |
 |---|---|---|---:|---:|---:|---:|---:|
