@@ -61,7 +61,8 @@ least of recomputing alone, which nothing else reaches. In MB, over entry: the p
 recomputing alone, and the plan's, which is measured to the byte, all gradients equal bit for bit
 (`planner.verify`). In seconds: what compute waits for the link in a step, predicted; *took*, the time inside
 the calls that wait, the median of seven steps; and *counted*, the same by a clock that counts the step's
-processor time and stands still while other processes have the processor.
+processor time and stands still while other processes have the processor. The operations' seconds were
+measured while others had it too, and so were these rows.
 
 | model | unplanned | alone | asked for | with files | extra | in files | verified | wait | took | counted |
 |---|---:|---:|---|---:|---:|---:|---|---:|---:|---:|
@@ -79,7 +80,7 @@ is faster than the step that recomputes nothing, so a plan with offload is at mo
 than possible.
 
 By hand the inputs of BERT-Large's blocks on the host take less than its least plan: two are handed from
-one graph to the next, and plans keep these on the device.
+one graph to the next, and plans keep these on the device. Rows that are not here were not made.
 
 | model | device | way | peak | by hand | recomputing alone | with offload | on the host |
 |---|---|---|---:|---:|---:|---:|---:|
