@@ -352,6 +352,18 @@ def test_no_more_than_the_host_budget_is_sent(plan: Plan) -> None:
     assert within.solver.bound_covers == "every schedule"
 
 
+def test_a_sweep_sends_too() -> None:
+    plans = planner.sweep(
+        blocks(),
+        (X,),
+        budgets=["min", "70%"],
+        loss=squares,
+        offload="disk",
+        costs="roofline",
+    )
+    assert all(plan.whole_step.host_bytes for plan in plans)
+
+
 def test_plans_for_a_gpu_say_what_they_would_take_and_are_not_run_yet() -> None:
     with torch.device("meta"):
         model = blocks()
