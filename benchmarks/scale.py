@@ -94,13 +94,16 @@ def rows(case: str, path: Path) -> None:
     note(resident=prepared.resident.total, unplanned=unplanned)
     _, checkpointed = with_checkpoints(prepared, [BLOCKS])
     note(checkpointed=checkpointed.total_bytes, checkpointed_overhead=checkpointed.overhead)
-    for name, budget in (("planned", BUDGET), ("alike", checkpointed.total_bytes)):
-        try:
-            plan = plan_prepared(prepared, budget)
-            assert plan.whole_step is not None
-            note(**{name: plan.whole_step.total_bytes, f"{name}_overhead": plan.overhead})
-        except planner.InfeasibleBudget as error:
-            note(**{f"{name}_least": error.minimum_bytes})
+    sending = planner.prepare(model, kwargs=words(SEQUENCE), offload="host", **options)._prepared
+    for way, step in (("", prepared), ("sending_", sending)):
+        for name, budget in (("planned", BUDGET), ("alike", checkpointed.total_bytes)):
+            try:
+                plan = plan_prepared(step, budget)
+                assert plan.whole_step is not None
+                note(**{way + name: plan.whole_step.total_bytes, f"{way}{name}_overhead": plan.overhead})
+                note(**{f"{way}{name}_host": plan.whole_step.host_bytes})
+            except planner.InfeasibleBudget as error:
+                note(**{f"{way}{name}_least": error.minimum_bytes})
     shorter = steps.capture(half).unplanned_bytes
     _, small = with_checkpoints(steps.prepared[half], [BLOCKS])
     note(
@@ -137,24 +140,27 @@ def render(figures: list[dict[str, Any]]) -> str:
 
     lines = [
         "| case | resident | unplanned | checkpoint per block | planned for 80 GB | at the checkpoints' "
-        "bytes | longest unplanned | longest with checkpoints | longest planned |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "bytes | the same, with offload | longest unplanned | longest with checkpoints | longest planned |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for found in figures:
-        alike = f"{gb(found.get('alike'))} {share(found.get('alike_overhead'))}"
-        if "alike_least" in found:
-            alike = f"does not fit: the least is {gb(found['alike_least'])}"
-        planned = f"{gb(found.get('planned'))} {share(found.get('planned_overhead'))}"
-        if "planned_least" in found:
-            planned = f"does not fit: the least is {gb(found['planned_least'])}"
+
+        def plan(name: str, found: dict[str, Any] = found) -> str:
+            if f"{name}_least" in found:
+                return f"does not fit: the least is {gb(found[f'{name}_least'])}"
+            host = gb(found.get(f"{name}_host") or None)
+            there = f", {host} on the host" if host else ""
+            return f"{gb(found.get(name))} {share(found.get(f'{name}_overhead'))}{there}"
+
         lengths = (found.get(f"longest_{way}") for way in ("unplanned", "checkpointed", "planned"))
         tokens = " | ".join("" if length is None else f"{length:,}" for length in lengths)
         if found.get("longest_planned"):
             tokens += f" {share(found['longest_planned_overhead'])}"
         lines.append(
             f"| {found['case']} | {gb(found['resident'])} | {gb(found['unplanned'])} | "
-            f"{gb(found.get('checkpointed'))} {share(found.get('checkpointed_overhead'))} | {planned} | "
-            f"{alike} | {tokens} |"
+            f"{gb(found.get('checkpointed'))} {share(found.get('checkpointed_overhead'))} | "
+            f"{plan('planned')} | {plan('alike')} | "
+            f"{plan('sending_planned')}; {plan('sending_alike')} | {tokens} |"
         )
     return "\n".join(lines)
 

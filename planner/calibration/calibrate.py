@@ -71,6 +71,8 @@ def with_figures(table: Device, measured: Measured) -> Device:
         launch_seconds=measured.launch_seconds,
         library_bytes=measured.library_bytes,
         context_bytes=measured.context_bytes,
+        to_host=measured.to_host,
+        from_host=measured.from_host,
         figures="calibrated",
     )
 

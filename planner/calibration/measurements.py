@@ -1,4 +1,4 @@
-"""Measurements of a device: bandwidth, arithmetic, launches, and the memory that libraries take.
+"""Measurements of a device: bandwidth, arithmetic, launches, its link, and the memory that libraries take.
 
 They run on any device, with sizes that suit it. So all but the driver's figures can be tried on the CPU.
 """
@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+
+from planner._torch.execution.host_place import HostPlace
 
 GIB = 1 << 30
 REPEATS = 7
@@ -50,6 +52,7 @@ class Measured:
         launch_seconds: The time of a kernel that does next to nothing.
         library_bytes: Bytes that matrix libraries keep, for the thread of the forward and for autograd's.
         context_bytes: Bytes of the device's memory in use besides those that the caching allocator reserves.
+        to_host, from_host: Bytes a second of the link to the host's memory; of the CPU, to a file and back.
         convolution_bytes: Scratch of a convolution and its backward, for information.
         notes: The figures that could not be measured, and why.
     """
@@ -59,6 +62,8 @@ class Measured:
     launch_seconds: float
     library_bytes: int
     context_bytes: int
+    to_host: float
+    from_host: float
     convolution_bytes: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -88,7 +93,8 @@ def measure(device: torch.device, sizes: Sizes, free_before: int | None = None) 
                 "the memory of other processes could not be told apart and counts with the context: "
                 "calibrate while nothing else uses the device"
             )
-    return Measured(bandwidth, flops, launch, library, context, convolution, notes)
+    link = _link(device, sizes.copied_bytes)
+    return Measured(bandwidth, flops, launch, library, context, *link, convolution, notes)
 
 
 def _seconds(device: torch.device, run: Callable[[], object], times: int) -> float:
@@ -111,6 +117,18 @@ def _bandwidth(device: torch.device, size: int) -> float:
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / _seconds(device, lambda: target.copy_(source), 4)
+
+
+def _link(device: torch.device, size: int) -> tuple[float, float]:
+    here = torch.zeros(size, dtype=torch.uint8, device=device)
+    if device.type != "cuda":
+        place = HostPlace()
+        kept = place.sent(place.send(here), here)
+        out = _seconds(device, lambda: place.sent(place.send(here), here), 1)
+        return size / out, size / _seconds(device, lambda: place.fetched(place.fetch(kept)), 1)
+    there = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+    out = _seconds(device, lambda: there.copy_(here, non_blocking=True), 4)
+    return size / out, size / _seconds(device, lambda: here.copy_(there, non_blocking=True), 4)
 
 
 def _flops(device: torch.device, sizes: Sizes, notes: list[str]) -> Iterator[tuple[str, float]]:

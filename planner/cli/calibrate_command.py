@@ -51,6 +51,11 @@ def described(found: "Calibration") -> list[str]:
         lines.append(f"  {name}  {figure / 1e12:,.1f} TFLOP/s{beside}")
     launches = f"{format_seconds(now.launch_seconds)} ({format_seconds(before.launch_seconds)})"
     lines.append(f"  launch of a kernel  {launches}")
+    for name, rate, known in (
+        ("to", now.to_host, before.to_host),
+        ("from", now.from_host, before.from_host),
+    ):
+        lines.append(f"  {name} the host  {rate / 1e9:,.1f} GB/s ({known / 1e9:,.1f})")
     lines.append(f"  libraries  {format_bytes(now.library_bytes)} ({format_bytes(before.library_bytes)})")
     lines.append(f"  context  {format_bytes(now.context_bytes)} ({format_bytes(before.context_bytes)})")
     lines += [f"note: {note}" for note in found.measured.notes]

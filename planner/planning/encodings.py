@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.planfile.budget import Budget
 from planner.planfile.schema import BoundCovers
 from planner.planning.backends import host_budget_bytes
 from planner.planning.prepared import Prepared
@@ -76,21 +75,21 @@ def _free(prepared: Prepared, constraints: Constraints) -> list[Packing]:
     return [p for p in prepared.packings if not pinned[p.value]]
 
 
-def offers_to_send(prepared: Prepared, constraints: Constraints, wanted: Budget) -> list[PackedProblem]:
+def offers_to_send(prepared: Prepared, constraints: Constraints) -> list[PackedProblem]:
     """The problems in which results may be sent to the host; none without ``offload``.
 
-    In the first two these take longest to make again for their bytes, as many as the link carries while the
-    step computes, or in a share of that time, so that compute waits little. In the last one all may be, and
-    count the time that they take by themselves: it reaches the least peaks, and with a limit of extra time no
-    other is offered. A result that may be sent is not made again, nor are others of the same operation, which
-    stay; where these are large, the last problem makes all of them again.
+    In the first one all may be, and count the time that they take by themselves: it reaches the least peaks.
+    In the others these take longest to make again for their bytes, as many as the link carries while the step
+    computes, or in a share of that time, so that compute waits little. A result that may be sent is not made
+    again, nor are others of the same operation, which stay; where these are large, the first problem makes
+    all of them again.
     """
     if prepared.options.offload == "none":
         return []
     graph = prepared.problem.graph
     free = within_host_budget(_free(prepared, constraints), host_budget_bytes(prepared.options))
-    beside = [] if wanted.bytes is None else [beside_compute(graph, free, share) for share in _SHARES]
-    ways = [*(_priced(some, _BESIDE) for some in beside), _priced(alone_in_size(graph, free), 1.0)]
+    beside = [_priced(beside_compute(graph, free, share), _BESIDE) for share in _SHARES]
+    ways = [_priced(alone_in_size(graph, free), 1.0), *beside]
     return [packed(prepared.problem, some, if_unpacked=True) for some in ways if some]
 
 
@@ -113,7 +112,8 @@ def followed(prepared: Prepared, offer: PackedProblem, solution: Solution) -> So
     solution = replace(solution, schedule=schedule, peak_bytes=timeline.peak_bytes, seconds=timeline.seconds)
     if any(packing.host_bytes for packing in offer.packings):  # what may be sent could be made again as well
         status = Status.FEASIBLE if solution.feasible else solution.status
-        return Solved(replace(solution, bound_seconds=None, status=status), problem)
+        bound = None if solution.bound_seconds is None else prepared.problem.graph.base_seconds
+        return Solved(replace(solution, bound_seconds=bound, status=status), problem)
     return Solved(solution, problem, "schedules that pack masks")
 
 

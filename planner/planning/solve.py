@@ -161,7 +161,7 @@ def _solved(
     """
     options, problem = prepared.options, prepared.problem
     offer = offered(prepared, constraints)
-    sending = offers_to_send(prepared, constraints, wanted)
+    sending = offers_to_send(prepared, constraints)
 
     def solve(
         graph: Graph,
@@ -196,22 +196,30 @@ def _solved(
             solved, bound_covers="schedules that send nothing" if sending else "schedules that pack no masks"
         )
 
-    def packing(offer: PackedProblem, progress: Progress, rival: float = math.inf) -> Solved:
+    def packing(
+        offer: PackedProblem,
+        progress: Progress,
+        rival: float = math.inf,
+        room: int | None = room,
+        share: float = 0.5,
+    ) -> Solved:
         masks = offer.problem.graph
         given = _constraints(prepared, masks)
         again = partial(solve, masks, given, progress, rival)
-        limit = options.time_limit / 2 / max(1, len(sending))
+        limit = share * options.time_limit
         total = total_bytes(prepared, offer)
         solution = reserving_no_more(prepared, again(room, limit), wanted, again, total, time_limit=limit)
         return followed(prepared, offer, solution)
 
     if offer is None:
-        share = 0.93 / (1 + len(sending))
-        solved = without(part_of(report, 0.0, share))
+        part = 0.93 / (1 + len(sending))
+        solved, least = without(part_of(report, 0.0, part)), room
         for number, more in enumerate(sending, 1):
             if not keeps_everything(solved):
-                part = part_of(report, number * share, (number + 1) * share)
-                solved = better(solved, packing(more, part), room)
+                share = 0.5 if least is None else 0.5 / len(sending)
+                reporting = part_of(report, number * part, (number + 1) * part)
+                solved = better(solved, packing(more, reporting, room=least, share=share), least)
+                least = solved.solution.peak_bytes if room is None else room
         return solved
 
     ways = [_Way(problem.graph, without), _Way(offer.problem.graph, partial(packing, offer))]

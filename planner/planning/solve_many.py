@@ -63,11 +63,13 @@ def solve_many(
     more = [i for i, solved in enumerate(plain) if not keeps_everything(solved)]
     for i in more:
         room = room_bytes(wanted[i], prepared)
-        for sending in offers_to_send(prepared, constraints(graph), wanted[i]):
+        offers = offers_to_send(prepared, constraints(graph))
+        if offers:
+            plain[i] = replace(plain[i], bound_covers="schedules that send nothing")
+        for sending in offers if room is not None else offers[:1]:  # the first reaches the least peaks
             given, limit = constraints(sending.problem.graph), time_limit / 4 / len(more)
             (answer,) = _solutions(prepared, sending, [wanted[i]], given, (), limit, progress)
-            without = replace(plain[i], bound_covers="schedules that send nothing")
-            plain[i] = better(without, followed(prepared, sending, answer), room)
+            plain[i] = better(plain[i], followed(prepared, sending, answer), room)
     if offer is None or not more:
         return plain
     answers = _solutions(

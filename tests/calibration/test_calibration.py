@@ -26,6 +26,8 @@ MEASURED = Measured(
     launch_seconds=3e-6,
     library_bytes=64 << 20,
     context_bytes=700 << 20,
+    to_host=50e9,
+    from_host=55e9,
 )
 
 
@@ -38,6 +40,8 @@ def test_what_is_measured_makes_a_device_file(tmp_path: Path) -> None:
     assert found.device.figures == "calibrated"
     assert found.measured.bandwidth > 0
     assert found.measured.launch_seconds > 0
+    assert found.device.to_host == found.measured.to_host > 0
+    assert found.device.from_host == found.measured.from_host > 0
     assert {"float64", "float32", "bfloat16"} <= found.measured.flops.keys()
     assert all(figure > 0 for figure in found.measured.flops.values())
     # What was not measured is the table's.

@@ -5,8 +5,11 @@ import gc
 import pickle
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +17,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.fx import Graph as FxGraph
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import planner
 from planner import Plan
 from planner._torch.execution import host_place
 from planner._torch.execution.host_place import HostPlace
+from planner.costs.devices import Device, find_device
+from planner.costs.roofline import roofline
 from planner.errors import PlannerError
 from planner.lowering.transfers import check_transfers
 from planner.planning.encodings import Solved
@@ -26,6 +32,8 @@ from planner.planning.make_plan import make_plan
 from planner.planning.prepared import Prepared
 from planner.problem.encodings import packed
 from planner.problem.link import overlapped
+from planner.report.page.data import page_data
+from planner.runtime import install
 from solvers.model.just_in_time import recompute
 from solvers.model.schedule import check, simulate
 from solvers.model.solution import Solution, Status
@@ -34,8 +42,9 @@ X = torch.randn(512, 64)
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: nn.Module) -> None:
         super().__init__()
+        self.dropout = dropout
         self.widen, self.narrow, self.norm = (
             nn.Linear(width, 4 * width),
             nn.Linear(4 * width, width),
@@ -43,12 +52,12 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.narrow(F.dropout(F.gelu(self.widen(self.norm(x))), 0.1, self.training))
+        return x + self.narrow(self.dropout(F.gelu(self.widen(self.norm(x)))))
 
 
-def blocks() -> nn.Module:
+def blocks(dropout: nn.Module | None = None) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(64) for _ in range(2))).train()
+    return nn.Sequential(*(Block(64, dropout or nn.Dropout(0.1)) for _ in range(2))).train()
 
 
 def squares(y: torch.Tensor) -> torch.Tensor:
@@ -85,6 +94,8 @@ def test_bits_and_bytes_are_as_promised_below_the_least_peak(plan: Plan) -> None
     assert plan.predicted.peak_bytes < least.predicted.peak_bytes
     assert plan.target.offload == "disk"
     assert plan.whole_step.host_bytes > 0
+    fetched = len(plan.graphs[0].packed)
+    assert f"The backward fetches {fetched} results, " in "".join(page_data(plan)["story"])
     report = planner.verify(model, (X,), plan=Plan.loads(plan.dumps()), loss=squares)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
@@ -133,6 +144,82 @@ def decided_at_random(step: Prepared, draw: random.Random) -> Plan:
     assert after.seconds <= before.seconds + one_by_one + 1e-9
     solution = Solution("auto", Status.FEASIBLE, moved, after.peak_bytes, after.seconds, 0.0)
     return Plan.of(make_plan(step, Solved(solution, problem), step.budget("min")))
+
+
+class Clock(TorchDispatchMode):
+    """What a step takes by the seconds of a device's roofline and link, whatever this machine takes."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device, self._costs = device, roofline(device)
+        self.now = self.waited = self._out = self._back = 0.0
+        self._until: dict[int, float] = {}
+        self._transfers = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # or plans do not run under it
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self._transfers:
+            self.now += self._costs.seconds(func, args, kwargs or {}, out)
+        return out
+
+    @contextmanager
+    def transfer(self) -> Iterator[None]:
+        self._transfers = True
+        yield
+        self._transfers = False
+
+    def begin(self, host: HostPlace, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        with self.transfer():
+            result: torch.Tensor = getattr(HostPlace, name)(host, tensor)
+        if name == "send":
+            self._out = until = max(self._out, self.now) + tensor.nbytes / self._device.to_host
+        else:
+            self._back = until = max(self._back, self.now) + tensor.nbytes / self._device.from_host
+        self._until[id(result)] = until
+        return result
+
+    def wait(self, host: HostPlace, name: str, *tensors: torch.Tensor) -> torch.Tensor:
+        wait = max(0.0, self._until.pop(id(tensors[0])) - self.now)
+        self.now += wait
+        self.waited += wait
+        result: torch.Tensor = getattr(HostPlace, name)(host, *tensors)
+        return result
+
+
+def test_compute_waits_as_long_as_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = replace(find_device("cpu"), to_host=0.6e9, from_host=1e9)
+    clock, model = Clock(device), blocks(nn.Identity())  # own operators of masks are several calls
+
+    class Clocked(HostPlace):
+        def send(self, tensor: torch.Tensor) -> torch.Tensor:
+            return clock.begin(self, "send", tensor)
+
+        def sent(self, *tensors: torch.Tensor) -> torch.Tensor:
+            return clock.wait(self, "sent", *tensors)
+
+        def fetch(self, kept: torch.Tensor) -> torch.Tensor:
+            return clock.begin(self, "fetch", kept)
+
+        def fetched(self, tensor: torch.Tensor) -> torch.Tensor:
+            return clock.wait(self, "fetched", tensor)
+
+    monkeypatch.setattr(install, "HostPlace", Clocked)
+    plan = planner.plan(
+        model, (X,), budget="min", loss=squares, solver="sqrt_n", offload="disk", device=device,
+        backend="graph", costs="roofline",
+    )  # fmt: skip
+    plan.apply(model)
+    forward(model).backward()  # which compiles
+    model.zero_grad()
+    begin, waited = clock.now, clock.waited
+    with clock:
+        forward(model).backward()
+    assert clock.waited - waited > 0.3 * plan.predicted.seconds
+    assert clock.now - begin == pytest.approx(plan.predicted.seconds, rel=1e-6)
 
 
 def test_steps_of_all_kinds_find_what_they_sent(plan: Plan, tmp_path: Path) -> None:
@@ -259,7 +346,22 @@ def test_no_more_than_the_host_budget_is_sent(plan: Plan) -> None:
     step = planner.prepare(
         blocks(), X, loss=squares, offload="disk", host_budget=budget, backend="graph", costs="roofline"
     )
-    assert 0 < step.plan("70%").whole_step.host_bytes <= budget
+    within = step.plan("70%")
+    assert 0 < within.whole_step.host_bytes <= budget
+    assert within.solver.bound_seconds == within.no_recompute.seconds  # which no schedule undercuts
+    assert within.solver.bound_covers == "every schedule"
+
+
+def test_a_sweep_sends_too() -> None:
+    plans = planner.sweep(
+        blocks(),
+        (X,),
+        budgets=["min", "70%"],
+        loss=squares,
+        offload="disk",
+        costs="roofline",
+    )
+    assert all(plan.whole_step.host_bytes for plan in plans)
 
 
 def test_plans_for_a_gpu_say_what_they_would_take_and_are_not_run_yet() -> None:

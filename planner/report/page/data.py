@@ -108,11 +108,14 @@ def story(explainer: Explainer) -> list[str]:
     parts, moment = peak_parts(sim), explainer.binding
     before, after = plan.baseline.dynamic_peak_bytes, parts.total_bytes
     reruns = len(set(sim.graph.base_of[sim.schedule[sim.reruns]].tolist()))
+    place, there = plan.target.offload, 0 if plan.whole_step is None else plan.whole_step.host_bytes
+    fetched = sum(len(run.packed) for g in plan.graphs for run in g.by_execution) if there else 0
     sentences = [
         f"Parameters, inputs, optimizer state and whatever else is there throughout take "
         f"{format_bytes(plan.resident.total)}. Beside these, a training step as PyTorch runs it holds up to "
         f"{format_bytes(before)}; with this plan {format_bytes(after)}.",
-        f"For that the backward runs {reruns} of {sim.graph.forward_length} operations of the forward again, "
+        f"For that the backward runs {reruns - fetched} of {sim.graph.forward_length} operations of the "
+        "forward again, "
         f"which takes {format_seconds(max(sim.timeline.seconds - plan.no_recompute.seconds, 0.0))} "
         f"({plan.overhead:+.1%}).",
         f"Memory is highest at {moment_text(moment)}.",
@@ -123,6 +126,10 @@ def story(explainer: Explainer) -> list[str]:
         f"outputs are, or cannot be recomputed. The other {format_bytes(parts.kept_bytes)} are kept because "
         "that is faster and the budget allows it.",
     ]
+    if fetched:
+        sentences.insert(
+            1, f"The backward fetches {fetched} results, {format_bytes(there)}, from the {place}."
+        )
     largest = _largest(sim)
     if largest:
         sentences.append(f"Largest there: {', '.join(largest)}.")
