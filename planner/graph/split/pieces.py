@@ -8,6 +8,7 @@ multiplied by the true one when that arrives: no product runs twice.
 Sums over rows are added up in place, in single precision at least.
 """
 
+import math
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -187,21 +188,22 @@ class _Emitter:
 
     def call(self, origin: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> Node:
         """Emit one call in the place of ``origin``, from where its result is computed without data too."""
+        value = _called(target, args, kwargs or {}, origin.meta["val"])
         with self._graph.inserting_before(self._before):
             node = self._graph.call_function(target, args, dict(kwargs or {}))
         node.meta = {key: origin.meta[key] for key in _TOLD if key in origin.meta}
         node.meta["partitioner_tag"] = self._half
         if self._runs_once:
             node.meta[RUNS_ONCE] = True
-        node.meta["val"] = _called(node, origin.meta["val"])
+        node.meta["val"] = value
         return node
 
 
-def _called(node: Node, like: Any) -> Any:
+def _called(target: Any, args: Any, kwargs: Any, like: Any) -> Any:
     """What a call returns, without data; ``like`` is of the mode that such tensors are made in."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
     with fake.mode_of(_tensors([like])):
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return target(*args, **kwargs)
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
@@ -223,7 +225,6 @@ class _Pieces:
         replaced: dict[Node, Node],
     ) -> None:
         self._joint, self._run = joint, run
-        self._early = split.form == "forward" and run.in_loss
         self._graph, self._replaced = joint.graph, replaced
         self._forward_outputs = forward_outputs
         self._place = {node: place for place, node in enumerate(self._graph.nodes)}
@@ -234,10 +235,12 @@ class _Pieces:
             [n for n in steps if n not in self._backward],
             [n for n in steps if n in self._backward],
         )
+        self._early = split.form == "forward" and run.in_loss and bool(self._halves[1])
         self._totals: dict[Node, Node] = {}  # what stands for sums over rows, and rows of products
         self._parts: dict[Node, list[Node]] = {}  # rows of products, piece by piece
         self._partial: dict[Node, Node] = {}  # sums over the rows of the pieces so far
-        self._rows_of: dict[tuple[Node, Rows, int], Node] = {}
+        self._rows_of: dict[tuple[Node, Rows], Node] = {}
+        self._sliced_of: dict[tuple[Node, Rows, int], Node] = {}
         self._hoisted: dict[Node, Node] = {}
         pieces = split.pieces if run.in_loss else min(split.pieces, run.enough_pieces)
         count, pieces = run.rows, min(pieces, run.rows)
@@ -278,7 +281,7 @@ class _Pieces:
                 if node in self._totals and node in self._of_gradients:
                     made_early = self._totals[node]
                     self._totals[node] = later.call(node, aten.mul.Tensor, (made_early, gradient))
-        else:
+        elif backward:
             later = _Emitter(self._graph, self._begin(backward, self._operands(backward)), "is_backward")
             for i in range(len(self._bounds)):
                 self._piece(later, backward, made[i], i)
@@ -300,7 +303,7 @@ class _Pieces:
         for user in total.users:
             value = user.meta.get("val")
             if isinstance(value, torch.Tensor) and fake.storage_key(value) == viewed:
-                user.meta["val"] = _called(user, value)
+                user.meta["val"] = _called(user.target, user.args, user.kwargs, value)
                 self._look_at(user, viewed)
 
     # ---- where ----------------------------------------------------------------------------------------
@@ -321,7 +324,8 @@ class _Pieces:
         return first if early else last.next
 
     def _ends(self) -> set[Node]:
-        return {n for n, s in self._run.steps.items() if s.kind not in ("rows", "several")}
+        run = self._run
+        return {n for n, s in run.steps.items() if s.kind not in ("rows", "several")} | run.whole
 
     def _one_gradient(self) -> Node:
         """The number that all gradients of the run are multiples of."""
@@ -369,9 +373,9 @@ class _Pieces:
                 self._add(emit, node, step, args, kwargs)
                 continue
             part = emit.call(node, step.target, args, kwargs)
-            if step.kind == "product":
+            if step.kind == "product" or node in self._run.whole:
                 self._parts.setdefault(node, []).append(part)
-            else:
+            if step.kind != "product":
                 made[node] = part
 
     def _outside(self, emit: _Emitter, node: Node) -> Node:
@@ -390,13 +394,40 @@ class _Pieces:
 
     def _sliced(self, emit: _Emitter, node: Node, rows: Rows, number: int) -> Node:
         key = node, rows, number
+        if key not in self._sliced_of:
+            source = self._all_rows(emit, node, rows)
+            self._sliced_of[key] = emit.call(
+                node, aten.slice.Tensor, (source, rows.start, *self._bounds[number])
+            )
+        return self._sliced_of[key]
+
+    def _all_rows(self, emit: _Emitter, node: Node, rows: Rows) -> Node:
+        """The rows of an operand that the run computes, in one dimension."""
+        key = node, rows
         if key not in self._rows_of:
-            source, (start, end) = self._outside(emit, node), self._bounds[number]
-            shape = shape_of(node)
+            source, shape = self._outside(emit, node), shape_of(node)
+            for part in self._run.parts[len(rows.parts) :]:
+                source = _viewed(emit, node, source, [*shape[: rows.start], *part.sizes, *shape[rows.end :]])
+                rows = Rows(rows.start, rows.start + len(part.sizes))
+                bounds = rows.start + part.dim, part.begin, part.end
+                source = emit.call(node, aten.slice.Tensor, (source, *bounds))
+                shape = shape_of(source)
             if rows.end - rows.start != 1:
-                source = emit.call(node, aten.view.default, (source, rows.sizes(shape, self._run.rows)))
-            self._rows_of[key] = emit.call(node, aten.slice.Tensor, (source, rows.start, start, end))
+                source = _viewed(emit, node, source, rows.sizes(shape, self._run.rows))
+            self._rows_of[key] = source
         return self._rows_of[key]
+
+    def _with_rows_left_out(self, emit: _Emitter, node: Node, whole: Node, rows: Rows) -> Node:
+        """Gradients of all rows, of those of slices: zeros are those of the others."""
+        for part in reversed(self._run.parts[len(rows.parts) :]):
+            before, after = shape_of(whole)[: rows.start], shape_of(whole)[rows.start + 1 :]
+            sliced = (*part.sizes[: part.dim], part.end - part.begin, *part.sizes[part.dim + 1 :])
+            whole = emit.call(node, aten.view.default, (whole, [*before, *sliced, *after]))
+            sizes = [*before, *part.sizes, *after]
+            bounds = rows.start + part.dim, part.begin, part.end, 1
+            whole = emit.call(node, aten.slice_backward.default, (whole, sizes, *bounds))
+            whole = emit.call(node, aten.view.default, (whole, [*before, math.prod(part.sizes), *after]))
+        return whole
 
     def _add(self, emit: _Emitter, node: Node, step: Piecewise, args: Any, kwargs: Any) -> None:
         total = self._partial.get(node)
@@ -420,6 +451,7 @@ class _Pieces:
             if node in self._parts:
                 assert step.rows is not None
                 whole = emit.call(node, aten.cat.default, (self._parts.pop(node), step.rows.start))
+                whole = self._with_rows_left_out(emit, node, whole, step.rows)
             elif node in self._partial:
                 whole = self._partial.pop(node)
                 if step.kind == "mean":
@@ -444,6 +476,15 @@ class _Pieces:
                 results[position] = emit.call(node, aten.empty.memory_format, ([0],), kwargs)
         output.args = (tuple(results),)
         return dropped
+
+
+def _viewed(emit: _Emitter, origin: Node, source: Node, sizes: list[int]) -> Node:
+    try:
+        return emit.call(origin, aten.view.default, (source, sizes))
+    except (RuntimeError, ValueError):  # it is no view
+        kwargs = {"memory_format": torch.contiguous_format}
+        source = emit.call(origin, aten.clone.default, (source,), kwargs)
+        return emit.call(origin, aten.view.default, (source, sizes))
 
 
 def _casts(node: Node) -> list[Node]:
