@@ -374,6 +374,10 @@ def computed_for(node: Node, rows: Rows) -> Piecewise | None:
         return None
     if target in _GATHERED:
         return _gathered_of(node, rows)
+    if target is aten.slice_backward.default and rows.at(given(node)[2] % len(shape)):
+        taken = _part(source, rows, shape, given(node)[2] % len(shape), given(node)[3:])
+        found = None if taken is None else rows._replace(parts=(*rows.parts, *taken))
+        return found and replace(_as_it_is(source, rows), operands={source: found})
     if target is aten.mm.default:
         return begin(node) if rows[:2] == (0, 1) and not rows.parts else None
     if target is aten.expand.default:
@@ -436,9 +440,16 @@ def _nll(node: Node, known: Known) -> Piecewise | None:
 
 def _one_of_several(node: Node, known: Known) -> Piecewise | None:
     call, position = given(node)
-    if getattr(call, "target", None) is not aten.nll_loss_forward.default:
+    target = getattr(call, "target", None)
+    if target is aten.nll_loss_forward.default:
+        of_rows = given(call)[3] == 0 and position == 0
+    elif target is aten.native_layer_norm_backward.default:
+        of_rows = position == 0
+    elif target is aten.native_layer_norm.default:
+        of_rows = True
+    else:
         return None
-    rows = known[call] if given(call)[3] == 0 and position == 0 else None
+    rows = known[call] if of_rows else None
     return Piecewise("sum" if rows is None else "rows", rows, _as_they_are(node), operator.getitem)
 
 
@@ -453,6 +464,21 @@ def _nll_backward(node: Node, known: Known) -> Piecewise | None:
     if reduction == 0 and gradient not in known:
         operands[gradient] = rows
     return Piecewise("rows", rows, _as_they_are(node), node.target, operands)
+
+
+# ---- layer norms -----------------------------------------------------------------------------------------
+
+
+def _layer_norm(node: Node, known: Known) -> Piecewise | None:
+    """A norm of rows, or its backward, whose gradients of weight and bias are sums over rows."""
+    sizes = given(node)[1 if node.target is aten.native_layer_norm.default else 2]
+    normed = [n for n in node.all_input_nodes if len(shape_of(n)) > len(sizes)]
+    found = {known[n] for n in normed if n in known}
+    (rows,) = found if len(found) == 1 else (None,)
+    if rows is None or rows.end > len(shape_of(normed[0])) - len(sizes):
+        return None
+    operands = {n: rows for n in normed if n not in known}
+    return Piecewise("several", rows, _as_they_are(node), node.target, operands)
 
 
 _GATHERED = (aten.gather.default, aten.scatter_add.default, aten.scatter.value, aten.scatter.src)
@@ -491,6 +517,9 @@ _RULES: dict[Any, Rule] = {
          aten.amin.default, aten.logsumexp.default, aten.argmax.default), _reduced
     ),
     **dict.fromkeys(_GATHERED, _gathered),
+    **dict.fromkeys(
+        (aten.native_layer_norm.default, aten.native_layer_norm_backward.default), _layer_norm
+    ),
     aten.mm.default: _product,
     aten.addmm.default: _product_and_bias,
     aten.nll_loss_forward.default: _nll,

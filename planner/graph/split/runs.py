@@ -224,6 +224,10 @@ class _OfSlices:
         """Add an operation that reads such rows of the run."""
         before = max((rows.parts for rows in read), key=len, default=())
         self._parts = max(self._parts, before, key=len)
+        for operand, rows in step.operands.items():
+            made = computed_for(operand, rows) if operand.target is aten.slice_backward.default else None
+            if made is not None and self._parts in [of.parts for of in made.operands.values()]:
+                self._zeros.add(operand)
         zeros = self._zeros.intersection(node.all_input_nodes)
         back = step.rows is not None and len(step.rows.parts) < len(before)
         if (back and (zeros or before == self._parts)) or (zeros and is_linear(node, self._zeros)):
