@@ -41,8 +41,8 @@ _SLOWER = 1.02
 """By how much a plan in the form "forward" is slower than the step for the other form to be looked at."""
 
 
-Plan = Callable[[Prepared, Budget, Progress], PlanRecord]
-"""Plans a step for a budget."""
+Plan = Callable[[Prepared, Budget, Progress, bool], PlanRecord]
+"""Plans a step for a budget; where none fits, the error has to tell the least, or what was found on the way."""
 
 
 class Forms:
@@ -70,7 +70,7 @@ class Forms:
         """
         graph = self._prepared.problem.graph
         if room is not None and simulate(graph, graph.base_schedule).peak_bytes <= room:
-            return self._plan(self._prepared, wanted, progress)
+            return self._plan(self._prepared, wanted, progress, True)
         if isinstance(self._prepared.costs, MeasuredCosts) and not self._made:
             self._prepared.costs.allow(_TIMED_SECONDS)
         if room is None:
@@ -92,7 +92,9 @@ class Forms:
             splits.append(Split("backward", most, what))
         return [*splits, None]
 
-    def _best(self, wanted: Budget, progress: Progress, tried: Sequence[Split | None]) -> PlanRecord:
+    def _best(
+        self, wanted: Budget, progress: Progress, tried: Sequence[Split | None], minimum: bool = True
+    ) -> PlanRecord:
         """The fastest plan for a budget in bytes, of some forms."""
         found, refused = list[PlanRecord](), list[InfeasibleBudget]()
         for number, split in enumerate(tried):
@@ -101,7 +103,7 @@ class Forms:
                 continue
             share = part_of(progress, number / len(tried), (number + 1) / len(tried))
             try:
-                found.append(self._plan(step, wanted, share))
+                found.append(self._plan(step, wanted, share, minimum))
             except InfeasibleBudget as error:
                 refused.append(error)
             if found and not _is_slow(found[-1]):
@@ -123,16 +125,18 @@ class Forms:
         left = prepared.footprint.whole_step(0, prepared.problem.final_bytes).total_bytes
         enough = max(left, min(floors.values()))
 
-        def within(most_bytes: int, progress: Progress) -> PlanRecord:
+        def within(most_bytes: int, progress: Progress, minimum: bool) -> PlanRecord:
             near = [split for split in steps if floors[split] <= most_bytes]
-            return self._best(Budget(most_bytes, wanted.text, relative=True), progress, near)
+            print("within", most_bytes/2**20, near, minimum)
+            return self._best(Budget(most_bytes, wanted.text, relative=True), progress, near, minimum)
 
         try:
-            made = within(enough + hardly, part_of(progress, 0.0, 0.5))
+            made = within(enough + hardly, part_of(progress, 0.0, 0.5), False)
         except InfeasibleBudget as error:
-            made = within(error.minimum_bytes + hardly, part_of(progress, 0.5, 1.0))
+            print("found", error.minimum_bytes/2**20)
+            made = within(error.minimum_bytes + hardly, part_of(progress, 0.5, 1.0), True)
         if wanted.max_overhead is not None and made.overhead > wanted.max_overhead:
-            plans = [self._plan(step, wanted, progress) for step in steps.values()]
+            plans = [self._plan(step, wanted, progress, True) for step in steps.values()]
             return min(plans, key=lambda plan: plan.predicted.dynamic_peak_bytes)
         asked = {"budget_bytes": wanted.bytes, "budget_text": wanted.text}
         return made.model_copy(update={"target": made.target.model_copy(update=asked)})
