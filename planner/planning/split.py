@@ -1,5 +1,6 @@
 """Steps whose loss is computed in pieces: which splits there are, and the best of them for a budget."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -12,6 +13,7 @@ from planner.errors import CaptureError, InfeasibleBudget
 from planner.graph.joint_graph import read_joint
 from planner.graph.spec import Split, SplitRuns
 from planner.graph.split.pieces import NothingToSplit, split_joint, splittable
+from planner.graph.split.runs import Run
 from planner.planfile.budget import Budget, format_bytes
 from planner.planfile.plan import PlanRecord
 from planner.planning.prepared import Prepared
@@ -32,7 +34,7 @@ _HARDLY = 1 / 50
 """Of the unplanned step's peak: to save less, "min" does not take a slower plan."""
 
 _LITTLE = 1 / 100
-"""Of that peak: pieces whose results take less are not divided further."""
+"""Of that peak: results that take less are not divided, or not further."""
 
 _MUCH = 1 / 20
 """Of the peak: smaller results are not worth pieces."""
@@ -42,7 +44,7 @@ _SLOWER = 1.02
 
 
 Plan = Callable[[Prepared, Budget, Progress, bool], PlanRecord]
-"""Plans a step for a budget; where none fits, the error has to tell the least, or what was found on the way."""
+"""Plans a step for a budget; where none fits the error has to tell the least, or what was found so far."""
 
 
 class Forms:
@@ -71,6 +73,8 @@ class Forms:
         graph = self._prepared.problem.graph
         if room is not None and simulate(graph, graph.base_schedule).peak_bytes <= room:
             return self._plan(self._prepared, wanted, progress, True)
+        if self._splits == [None]:
+            return self._plan(self._prepared, wanted, progress, True)
         if isinstance(self._prepared.costs, MeasuredCosts) and not self._made:
             self._prepared.costs.allow(_TIMED_SECONDS)
         if room is None:
@@ -80,7 +84,11 @@ class Forms:
     @cached_property
     def _splits(self) -> list[Split | None]:
         """How to split, the fastest first; None is not at all."""
-        enough, most, in_loss = _pieces(self._prepared)
+        runs = _runs(self._prepared)
+        if runs and not any(self._is_much(run) for run in runs):
+            return [None]
+        enough, most = _pieces(self._prepared, runs)
+        in_loss = any(run.in_loss for run in runs)
         what = _what(self._prepared)
         splits: list[Split | None] = []
         if in_loss:
@@ -91,6 +99,9 @@ class Forms:
         if what == "auto" or not in_loss:
             splits.append(Split("backward", most, what))
         return [*splits, None]
+
+    def _is_much(self, run: Run) -> bool:
+        return run.bytes > self._prepared.problem.eager.peak_bytes * _LITTLE
 
     def _best(
         self, wanted: Budget, progress: Progress, tried: Sequence[Split | None], minimum: bool = True
@@ -127,13 +138,11 @@ class Forms:
 
         def within(most_bytes: int, progress: Progress, minimum: bool) -> PlanRecord:
             near = [split for split in steps if floors[split] <= most_bytes]
-            print("within", most_bytes/2**20, near, minimum)
             return self._best(Budget(most_bytes, wanted.text, relative=True), progress, near, minimum)
 
         try:
             made = within(enough + hardly, part_of(progress, 0.0, 0.5), False)
         except InfeasibleBudget as error:
-            print("found", error.minimum_bytes/2**20)
             made = within(error.minimum_bytes + hardly, part_of(progress, 0.5, 1.0), True)
         if wanted.max_overhead is not None and made.overhead > wanted.max_overhead:
             plans = [self._plan(step, wanted, progress, True) for step in steps.values()]
@@ -174,25 +183,26 @@ def _is_slow(plan: PlanRecord) -> bool:
     return plan.predicted.seconds > plan.no_recompute.seconds * _SLOWER
 
 
-def _pieces(prepared: Prepared) -> tuple[int, int, bool]:
-    """How many pieces are so small that the step hardly takes more for them, how many at most, and whether
-    anything ends in the loss."""
-    enough, most, in_loss = 2, 2, False
+def _runs(prepared: Prepared) -> list[Run]:
+    """What can be computed in pieces."""
+    found = list[Run]()
     for graph in prepared.captured.graphs:
-        if graph.joint is None:
-            continue
-        try:
-            runs = splittable(graph.joint.module, graph.joint.forward_outputs, _what(prepared))[1]
-        except NothingToSplit:
-            continue
-        for run in runs:
-            little = prepared.problem.eager.peak_bytes * _LITTLE
-            while run.rows >= 2 * most * LEAST_ROWS and run.bytes > most * little:
-                most *= 2
-            while enough < most and run.bytes > enough * prepared.problem.final_bytes // 2:
-                enough *= 2
-            in_loss |= run.in_loss
-    return enough, most, in_loss
+        if graph.joint is not None:
+            with contextlib.suppress(NothingToSplit):
+                found += splittable(graph.joint.module, graph.joint.forward_outputs, _what(prepared))[1]
+    return found
+
+
+def _pieces(prepared: Prepared, runs: Sequence[Run]) -> tuple[int, int]:
+    """How many pieces are so small that the step hardly takes more for them, and how many at most."""
+    enough, most = 2, 2
+    little = prepared.problem.eager.peak_bytes * _LITTLE
+    for run in runs:
+        while run.rows >= 2 * most * LEAST_ROWS and run.bytes > most * little:
+            most *= 2
+        while enough < most and run.bytes > enough * prepared.problem.final_bytes // 2:
+            enough *= 2
+    return enough, most
 
 
 def _what(prepared: Prepared) -> SplitRuns:
@@ -204,21 +214,13 @@ def split_hint(prepared: Prepared) -> str:
     options = prepared.options
     if options.split != "none" or options.backend != "eager" or options.in_flight:
         return ""
-    held = prepared.problem.eager.peak_bytes
-    for graph in prepared.captured.graphs:
-        if graph.joint is None:
-            continue
-        try:
-            _, runs = splittable(graph.joint.module, graph.joint.forward_outputs, "loss")
-        except NothingToSplit:
-            continue
-        largest = max(runs, key=lambda run: run.bytes)
-        if largest.bytes >= held * _MUCH:
-            return (
-                f". {format_bytes(largest.bytes)} of it come from {largest.modules[0] or 'the module'}: plan "
-                "with split='loss', outputs='dropped' to compute what ends in the loss in pieces of rows"
-            )
-    return ""
+    largest = max(_runs(prepared), key=lambda run: run.bytes, default=None)
+    if largest is None or largest.bytes < prepared.problem.eager.peak_bytes * _MUCH:
+        return ""
+    return (
+        f". {format_bytes(largest.bytes)} of it come from {largest.modules[0] or 'the module'}: plan "
+        "with split='loss', outputs='dropped' to compute what ends in the loss in pieces of rows"
+    )
 
 
 def in_pieces(prepared: Prepared, pieces: int) -> Prepared:

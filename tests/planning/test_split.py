@@ -312,6 +312,39 @@ def test_mlps_in_pieces() -> None:
     check(model, args, plan)
 
 
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="experts' products are not in one call")
+def test_experts_are_judged_in_double_precision() -> None:
+    class Experts(LanguageModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = torch.nn.Parameter(torch.randn(3, WIDTH, WIDTH) / 4)
+
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            ends = torch.tensor([100, 300, 512], dtype=torch.int32)
+            hidden = F.grouped_mm(self.embedding(ids).flatten(0, 1), self.experts, offs=ends)
+            return {"loss": mean(self.head(hidden), labels)}
+
+    torch.manual_seed(0)
+    model, args = Experts(), batch((4, 128))
+    check(model, args, in_pieces(prepared(model, args), Split("forward", 4)))
+
+
+def test_results_that_are_hardly_anything_are_not_split() -> None:
+    class Convolved(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = torch.nn.Conv2d(3, 16, 3), torch.nn.Linear(16, 10)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.head(self.body(x).relu().mean((2, 3))).square().mean()}
+
+    model, args = Convolved(), (torch.randn(4, 3, 32, 32),)
+    plan = planner.plan(model, args, budget="min", split="auto", **options(encodings="none"))
+    assert plan.is_exact
+    without = planner.plan(model, args, budget="min", **options(encodings="none"))
+    assert plan.predicted.dynamic_peak_bytes == without.predicted.dynamic_peak_bytes
+
+
 def test_dropout_of_logits_is_not_split() -> None:
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return mean(F.dropout(logits, 0.1), labels)
