@@ -30,6 +30,9 @@ LEAST_ROWS = 128
 _TIMED_SECONDS = 5.0
 """How long the operations of pieces are timed, where those of the step are."""
 
+_LEAST_SECONDS = 5.0
+"""How long the least is looked for, where it is more than what no plan undercuts."""
+
 _HARDLY = 1 / 50
 """Of the unplanned step's peak: to save less, "min" does not take a slower plan."""
 
@@ -141,9 +144,16 @@ class Forms:
             return self._best(Budget(most_bytes, wanted.text, relative=True), progress, near, minimum)
 
         try:
-            made = within(enough + hardly, part_of(progress, 0.0, 0.5), False)
+            made = within(enough + hardly, part_of(progress, 0.0, 0.4), False)
         except InfeasibleBudget as error:
-            made = within(error.minimum_bytes + hardly, part_of(progress, 0.5, 1.0), True)
+            seconds, share = _LEAST_SECONDS / len(steps), part_of(progress, 0.4, 0.5)
+            any_time = replace(wanted, max_overhead=None)
+            found = error.minimum_bytes
+            for step in steps.values():
+                quick = replace(step, packings=(), options=replace(step.options, time_limit=seconds))
+                least = self._plan(quick, any_time, share, True)
+                found = min(found, around + least.predicted.dynamic_peak_bytes)
+            made = within(found + hardly, part_of(progress, 0.5, 1.0), True)
         if wanted.max_overhead is not None and made.overhead > wanted.max_overhead:
             plans = [self._plan(step, wanted, progress, True) for step in steps.values()]
             return min(plans, key=lambda plan: plan.predicted.dynamic_peak_bytes)
