@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from planner._torch.execution.mask_operators import MASKED_PRODUCT
+
 aten = torch.ops.aten
 
 _EITHER = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.mm.default})
@@ -30,7 +32,7 @@ _FIRST = frozenset(
         *(aten._log_softmax_backward_data.default, aten._softmax_backward_data.default),
         *(aten.tanh_backward.default, aten.sigmoid_backward.default, aten.silu_backward.default),
         *(aten.gelu_backward.default, aten.threshold_backward.default),
-        *(aten.native_layer_norm_backward.default, operator.getitem),
+        *(aten.native_layer_norm_backward.default, operator.getitem, MASKED_PRODUCT),
     }
 )
 """Linear in the first argument."""

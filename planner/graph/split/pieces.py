@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from planner._torch import fake, operators
+from planner._torch.execution.mask_operators import DRAW_MASK
 from planner._torch.joint import aot_metadata
 from planner._torch.joint.graph_modules import graph_module
 from planner.errors import CaptureError
@@ -249,6 +250,7 @@ class _Pieces:
 
     def run(self) -> dict[int, torch.Tensor]:
         """Split; returns the results of the forward that are no longer there, by position."""
+        self._let_masks_read_nothing()
         forward, backward = self._halves
         early = self._early
         gradient = self._one_gradient() if early else None
@@ -297,6 +299,17 @@ class _Pieces:
                 self._replaced[cast] = wide
                 self._graph.erase_node(cast)
         return dropped
+
+    def _let_masks_read_nothing(self) -> None:
+        """Masks of dropout are drawn whole, so that their random numbers are those of the whole."""
+        for mask in self._graph.find_nodes(op="call_function", target=DRAW_MASK):
+            like = given(mask)[0]
+            if like in self._run.steps:
+                value = like.meta["val"]
+                emit = _Emitter(self._graph, mask, mask.meta["partitioner_tag"])
+                kwargs = {"dtype": value.dtype, "device": value.device}
+                one = emit.call(mask, aten.empty.memory_format, ([1] * value.dim(),), kwargs)
+                mask.replace_input_with(like, emit.call(mask, aten.expand.default, (one, list(value.shape))))
 
     def _look_at(self, total: Node, viewed: int) -> None:
         """Let the views of what a result stands for be views of it."""

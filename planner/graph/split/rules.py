@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.fx import Node
 
+from planner._torch.execution.mask_operators import DRAW_MASK, MASKED_PRODUCT
 from planner._torch.operators import uses_generator
 
 aten = torch.ops.aten
@@ -127,6 +128,11 @@ def piecewise(node: Node, known: Known) -> Piecewise | None:
     if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
         rule = _pointwise
     return None if rule is None else rule(node, known)
+
+
+def is_mask(node: Node) -> bool:
+    """Whether an operation draws a mask of dropout, for which it reads no more than a shape."""
+    return node.target is DRAW_MASK and bool(node.meta["val"].is_contiguous())
 
 
 def rows_of_product(node: Node) -> int | None:
@@ -522,6 +528,7 @@ _RULES: dict[Any, Rule] = {
     ),
     aten.mm.default: _product,
     aten.addmm.default: _product_and_bias,
+    MASKED_PRODUCT: _pointwise,
     aten.nll_loss_forward.default: _nll,
     operator.getitem: _one_of_several,
     aten.nll_loss_backward.default: _nll_backward,

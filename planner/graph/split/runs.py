@@ -29,6 +29,7 @@ from planner.graph.split.rules import (
     begin,
     computed_for,
     given,
+    is_mask,
     piecewise,
     rows_of_product,
     shape_of,
@@ -159,7 +160,7 @@ def _run_of(graph: _Graph, begins: tuple[Node, ...], count: int, *, in_loss: boo
     rows = {node: step.rows for node, step in steps.items() if step.rows is not None}
     of_slices = _OfSlices()
     for node in nodes:
-        if node in steps or node.op != "call_function":
+        if node in steps or node.op != "call_function" or is_mask(node):
             continue
         read = within.intersection(node.all_input_nodes)
         of_all = node not in backward and not at_once.isdisjoint(node.all_input_nodes)
