@@ -243,9 +243,12 @@ def _sliced_backward(node: Node, known: Known) -> Piecewise | None:
     return _as_it_is(source, rows._replace(parts=rows.parts[: len(rows.parts) - len(taken)]))
 
 
-def _part(sliced: Node, rows: Rows, sizes: Sequence[int], dim: int, given_bounds: Any) -> list[Part] | None:
+def _part(
+    sliced: Node, rows: Rows, sizes: Sequence[int], dim: int, bounds: Sequence[Any]
+) -> list[Part] | None:
     """What part of rows is in a slice of a dimension; none where it is all of them."""
-    first, last, step = (*given_bounds, *(None, None, 1)[len(given_bounds) :])
+    left_out: list[Any] = [None, None, 1]
+    first, last, step = [*bounds, *left_out[len(bounds) :]]
     begin, end, _ = slice(first, last).indices(sizes[dim])
     if step != 1 or end - begin != shape_of(sliced)[dim]:
         return None
