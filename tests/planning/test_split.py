@@ -230,13 +230,32 @@ def preference(model: torch.nn.Module, other: Any, ids: torch.Tensor, labels: to
 
     def log_probabilities(model: torch.nn.Module) -> torch.Tensor:
         shifted = model(ids)[:, :-1].contiguous()
-        rows = shifted.gather(-1, ids[:, 1:, None]).squeeze(-1) - shifted.logsumexp(-1)
+        chosen = shifted.gather(-1, ids[:, 1:, None]).squeeze(-1)
+        rows = chosen - torch.stack([one.logsumexp(-1) for one in shifted])  # as TRL does it
         return torch.where(labels[:, 1:] < 0, 0.0, rows).sum(-1)
 
     with torch.no_grad():
         reference = log_probabilities(other)
     chosen, rejected = (log_probabilities(model) - reference).chunk(2)
     return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def policy(model: torch.nn.Module, other: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """As in GRPO, whose log probabilities are of one sequence after the other in half precision."""
+
+    def log_probabilities(model: torch.nn.Module) -> torch.Tensor:
+        pairs = zip(model(ids)[:, :-1][:, -100:], ids[:, -100:], strict=True)
+        return torch.stack(
+            [rows.log_softmax(-1).gather(-1, chosen[:, None]).squeeze(-1) for rows, chosen in pairs]
+        )
+
+    now, mask = log_probabilities(model), (labels[:, -100:] >= 0).float()
+    advantage = torch.linspace(-1, 1, len(ids))[:, None]
+    loss = -torch.exp(now - now.detach()) * advantage
+    with torch.no_grad():
+        reference = log_probabilities(other)
+    loss = loss + 0.04 * (torch.exp(reference - now) - (reference - now) - 1)
+    return ((loss * mask).sum(-1) / mask.sum(-1)).mean()
 
 
 def distillation(model: torch.nn.Module, other: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -246,7 +265,7 @@ def distillation(model: torch.nn.Module, other: Any, ids: torch.Tensor, labels: 
     return F.kl_div(student, teacher, log_target=True, reduction="batchmean")
 
 
-@pytest.mark.parametrize("step", [likelihood, preference, distillation])
+@pytest.mark.parametrize("step", [likelihood, preference, policy, distillation])
 def test_losses_outside_of_the_module_are_split_in_a_planned_step(step: Any) -> None:
     torch.manual_seed(0)
     model, other, args = Logits(), Logits().requires_grad_(False), batch((4, 129))
