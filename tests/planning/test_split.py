@@ -284,7 +284,7 @@ def test_losses_outside_of_the_module_are_split_in_a_planned_step(step: Any) -> 
     model.zero_grad(set_to_none=True)
     measured = measure_peak(lambda: planned(model, other, *args).backward(), "cpu").peak_bytes
     predicted = planned.plan.predicted.dynamic_peak_bytes
-    assert measured == predicted < 0.3 * planned.plan.baseline.dynamic_peak_bytes
+    assert measured == predicted < 0.5 * planned.plan.baseline.dynamic_peak_bytes
 
 
 def test_regions_that_have_no_loss_stay_whole() -> None:
