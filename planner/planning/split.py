@@ -208,7 +208,7 @@ def _pieces(prepared: Prepared, runs: Sequence[Run]) -> tuple[int, int]:
     enough, most = 2, 2
     little = prepared.problem.eager.peak_bytes * _LITTLE
     for run in runs:
-        while run.rows >= 2 * most * LEAST_ROWS and run.bytes > most * little:
+        while -(-run.rows // (2 * most)) >= LEAST_ROWS and run.bytes > most * little:
             most *= 2
         while enough < most and run.bytes > enough * prepared.problem.final_bytes // 2:
             enough *= 2
