@@ -1,6 +1,7 @@
 """Losses and MLPs in pieces: peaks and times of plans with split="loss" and "auto", against those without.
 
     python benchmarks/split.py [--models llama gpt2 bert ...] [--repeats 3] [--out docs/results/split.md]
+    python benchmarks/split.py --planning   # seconds of planning where there is nothing to split
 
 Every model trains one step on the CPU, its outputs dropped. Peaks are over entry, in MiB: measured by the
 allocator's own events, and predicted by the plan. Times are measured process time over the unplanned step's;
@@ -9,15 +10,17 @@ what is timed. ``planner.verify`` compares gradients and losses with the step in
 """
 
 import argparse
+import contextlib
 import copy
+import itertools
 import os
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -25,9 +28,11 @@ import torch.nn as nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import transformers as hf
+from torch.utils.checkpoint import checkpoint
 
 import planner
 from benchmarks.time_truth import SETTINGS
+from planner.planning.options import SplitWhat
 from planner.verification.measure import measure_peak, time_steps
 
 MIB = 2**20
@@ -41,9 +46,16 @@ class Classifier(nn.Module):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 256), nn.ReLU())
         self.head = nn.Linear(256, 50_000)
+        self.checkpointed = False
 
-    def forward(self, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.head(self.body(x)), classes)
+    def gradient_checkpointing_enable(self) -> None:
+        self.checkpointed = True
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.rows(x)), labels)
 
 
 class MLPs(nn.Module):
@@ -51,15 +63,102 @@ class MLPs(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(4))
-        self.up = nn.ModuleList(nn.Linear(width, 8 * width) for _ in range(4))
-        self.down = nn.ModuleList(nn.Linear(8 * width, width) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, 8 * width), nn.GELU(), nn.Linear(8 * width, width)
+            )
+            for _ in range(4)
+        )
         self.head = nn.Linear(width, 8)
+        self.checkpointed = False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
-            x = x + down(nn.functional.gelu(up(norm(x))))
-        return self.head(x).square().mean()
+    def gradient_checkpointing_enable(self) -> None:
+        self.checkpointed = True
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x))
+        return x
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.rows(x)), labels)
+
+
+class Convolutions(nn.Module):
+    """Convolutions and batch normalisations, without a product of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        channels = [3, *(32 for _ in range(12))]
+        self.body = nn.Sequential()
+        for i, o in itertools.pairwise(channels):
+            self.body.extend([nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU()])
+        self.head = nn.Conv2d(32, 10, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.body(x)).mean((2, 3)), labels)
+
+
+class Attentions(nn.Module):
+    """Attention without MLPs, and a head on the mean of all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(128) for _ in range(6))
+        self.attentions = nn.ModuleList(nn.MultiheadAttention(128, 4, batch_first=True) for _ in range(6))
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for norm, attention in zip(self.norms, self.attentions, strict=True):
+            y = norm(x)
+            x = x + attention(y, y, y, need_weights=False)[0]
+        return nn.functional.cross_entropy(self.head(x.mean(1)), labels)
+
+
+class Trained(nn.Module):
+    """A training step of a model, and of one that does not train: what ``planner.step`` plans.
+
+    Args:
+        step: Computes the loss of both models and a batch.
+    """
+
+    def __init__(self, step: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        config = hf.LlamaConfig(**LLAMA_SIZES, tie_word_embeddings=False)
+        self.model = hf.LlamaForCausalLM(config)
+        self.other = hf.LlamaForCausalLM(config).requires_grad_(False)
+        self.step = step
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        return self.step(self.model, self.other, **batch)
+
+
+def fine_tuning(model: Any, other: Any, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    """Negative log likelihood of the next words, of logits that are shifted outside of the model."""
+    logits = model(input_ids=input_ids).logits[:, :-1].contiguous()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+
+def preference(model: Any, other: Any, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Direct preference optimisation: the first half of the batch is preferred to the second."""
+
+    def log_probabilities(of: Any) -> torch.Tensor:
+        logits = of(input_ids=input_ids).logits[:, :-1]
+        chosen = torch.gather(logits.log_softmax(-1), -1, labels[:, 1:, None]).squeeze(-1)
+        return chosen.sum(-1)
+
+    with torch.no_grad():
+        reference = log_probabilities(other)
+    chosen, rejected = (log_probabilities(model) - reference).chunk(2)
+    return -nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def distillation(model: Any, other: Any, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    """The divergence of a model's words from a teacher's."""
+    with torch.no_grad():
+        teacher = other(input_ids=input_ids).logits.flatten(0, 1).log_softmax(-1)
+    student = model(input_ids=input_ids).logits.flatten(0, 1).log_softmax(-1)
+    return nn.functional.kl_div(student, teacher, log_target=True, reduction="batchmean")
 
 
 LLAMA_SIZES: dict[str, Any] = {
@@ -130,11 +229,15 @@ def vit() -> Built:
 
 
 def mlps() -> Built:
-    return MLPs(256), {"x": torch.randn(4096, 256)}
+    return MLPs(256), {"x": torch.randn(4096, 256), "labels": torch.randint(0, 8, (4096,))}
 
 
 def classifier() -> Built:
-    return Classifier(), {"x": torch.randn(1024, 512), "classes": torch.randint(0, 50_000, (1024,))}
+    return Classifier(), {"x": torch.randn(1024, 512), "labels": torch.randint(0, 50_000, (1024,))}
+
+
+def steps(step: Callable[..., torch.Tensor], batch: int, length: int) -> Callable[[], Built]:
+    return lambda: (Trained(step), _tokens(batch, length, 32_000))
 
 
 MODELS: dict[str, tuple[str, Callable[[], Built]]] = {
@@ -148,20 +251,35 @@ MODELS: dict[str, tuple[str, Callable[[], Built]]] = {
     "vit": ("ViT, 16 x 224 x 224, 1,000 classes", vit),
     "mlps": ("MLPs of 256 x 2,048, 4,096 rows", mlps),
     "classifier": ("classifier, 1,024 rows, 50,000 classes", classifier),
+    "sft": ("step: fine-tuning, 1,024, 32,000", steps(fine_tuning, 1, 1024)),
+    "dpo": ("step: preferences, 4 x 256, 32,000", steps(preference, 4, 256)),
+    "distillation": ("step: distillation, 1,024, 32,000", steps(distillation, 1, 1024)),
 }
 
-HEADS: dict[str, tuple[Callable[[Any], nn.Module], Callable[[Any, torch.Tensor], torch.Tensor]]] = {
-    name: (lambda model: model.model, lambda model, rows: model.lm_head(rows))
-    for name in ("llama", "qwen", "mixtral")
-} | {
-    "gpt2": (lambda model: model.transformer, lambda model, rows: model.lm_head(rows)),
-    "bert": (lambda model: model.bert, lambda model, rows: model.cls(rows)),
-    "gemma": (
-        lambda model: model.model,
-        lambda model, rows: 30.0 * torch.tanh(model.lm_head(rows) / 30.0),  # its final_logit_softcapping
+HEADS = dict.fromkeys(("llama", "qwen", "mixtral", "gpt2", "gemma"), ("lm_head", 1)) | {
+    "bert": ("cls", 0),
+    "t5": ("lm_head", 0),
+    "vit": ("classifier", 0),
+    "mlps": ("head", 0),
+    "classifier": ("head", 0),
+}
+"""Of the models of which the loss is computed by hand: what makes logits of rows, and by how much the labels
+are shifted."""
+
+NOTHING_TO_SPLIT: dict[str, Callable[[], Built]] = {
+    "a ResNet-50": lambda: (
+        hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=1000)),
+        {"pixel_values": torch.randn(4, 3, 96, 96), "labels": torch.randint(0, 1000, (4,))},
+    ),
+    "12 convolutions": lambda: (
+        Convolutions(),
+        {"x": torch.randn(4, 3, 64, 64), "labels": torch.randint(0, 10, (4,))},
+    ),
+    "6 layers of attention": lambda: (
+        Attentions(),
+        {"x": torch.randn(8, 128, 128), "labels": torch.randint(0, 10, (8,))},
     ),
 }
-"""Of the models of which the loss is computed by hand: what makes the rows, and what makes logits of them."""
 
 OVER_ENTRY = {"llama": (292, 150)}
 """MiB over entry that are planned for besides; of others a third of the unplanned step's."""
@@ -211,29 +329,41 @@ def by_hand(name: str, repeats: int) -> tuple[int, float] | None:
     the loss in pieces of 256 rows; None where no head is known."""
     if name not in HEADS:
         return None
-    body, logits = HEADS[name]
+    attribute, shift = HEADS[name]
     torch.manual_seed(0)
     model, batch = MODELS[name][1]()
-    plain, given = copy.deepcopy(model).train(), {k: v for k, v in batch.items() if k != "labels"}
+    plain = copy.deepcopy(model).train()
     model.train().gradient_checkpointing_enable()
-    shift = 0 if name == "bert" else 1
-    labels = nn.functional.pad(batch["labels"], (0, shift), value=-100)[:, shift:].flatten()
-    before = [p for p in model.parameters() if p.requires_grad]
-    inside = {id(p) for p in body(model).parameters()}
-    tied = {id(p) for p in model.get_output_embeddings().parameters()}
-    weights = [p for p in before if id(p) not in inside or id(p) in tied]
+    given = {key: value for key, value in batch.items() if key != "labels"}
+    labels = batch["labels"]
+    if shift:
+        labels = nn.functional.pad(labels, (0, shift), value=-100)[:, shift:]
+    if name == "t5":
+        given["decoder_input_ids"] = model._shift_right(labels)
+    head = getattr(model, attribute)
+    setattr(model, attribute, nn.Identity())
+    cap = None
+    if name == "gemma":
+        cap, model.config.final_logit_softcapping = model.config.final_logit_softcapping, None
+
+    def logits(part: torch.Tensor) -> torch.Tensor:
+        return head(part) if cap is None else cap * torch.tanh(head(part) / cap)
 
     def step() -> None:
         model.zero_grad()
-        rows = body(model)(**given, use_cache=False)[0].flatten(0, 1)
-        LossByHand.apply(rows, labels, lambda part: logits(model, part), *weights).backward()
+        head.zero_grad()
+        rows = model.rows(**given) if hasattr(model, "rows") else model(**given).logits
+        rows, weights = rows.flatten(0, -2), list(head.parameters())
+        LossByHand.apply(rows, labels.flatten(), logits, *weights).backward()
 
     def unplanned() -> None:
         plain.zero_grad()
-        plain(**batch).loss.backward()
+        loss = plain(**batch)
+        (loss if isinstance(loss, torch.Tensor) else loss.loss).backward()
 
     step()
     model.zero_grad()
+    head.zero_grad()
     peak = measure_peak(step, "cpu").peak_bytes
     times = time_steps([unplanned, step], max(repeats, 1))
     return peak, statistics.median(times[1]) / statistics.median(times[0]) - 1
@@ -249,11 +379,11 @@ def rows_of(name: str, repeats: int) -> list[str]:
     least = f"{without.predicted.dynamic_peak_bytes / MIB:,.1f} ({without.overhead:+.0%})"
     lines = []
     third = without.baseline.dynamic_peak_bytes // 3 // MIB
-    asked: list[tuple[Literal["loss", "auto"], str | float]] = [("loss", "min"), ("auto", "min")]
+    asked: list[tuple[SplitWhat, str | float]] = [("loss", "min"), ("auto", "min")]
     asked += [("loss", over) for over in OVER_ENTRY.get(name, (third,))]
     hand = by_hand(name, repeats)
     if hand is not None:
-        asked.append(("loss", hand[0] / MIB))
+        asked.append(("auto" if name == "mlps" else "loss", hand[0] / MIB))
         print(f"{title}: by hand {hand[0] / MIB:,.1f} MiB, {hand[1]:+.0%}", flush=True)
     for split, over in asked:
         budget: str | int = over if isinstance(over, str) else without.resident.total + int(over * MIB)
@@ -283,15 +413,43 @@ def rows_of(name: str, repeats: int) -> list[str]:
     return lines
 
 
+def planning_seconds() -> Iterator[str]:
+    """A line for each model of which nothing can be split, or nothing that is worth it."""
+    for title, build in NOTHING_TO_SPLIT.items():
+        seconds: dict[SplitWhat, list[float]] = {"none": [], "loss": [], "auto": []}
+        for _, split in itertools.product(range(3), seconds):
+            torch.manual_seed(0)
+            model, batch = build()
+            torch._dynamo.reset()
+            before = time.process_time()
+            with contextlib.suppress(planner.CaptureError):  # there is nothing to split
+                planner.plan(
+                    model.train(),
+                    kwargs=batch,
+                    budget="min",
+                    outputs="dropped",
+                    split=split,
+                    costs="roofline",
+                )
+            seconds[split].append(time.process_time() - before)
+        medians = ", ".join(f'"{split}" {statistics.median(s):.1f} s' for split, s in seconds.items())
+        yield f"{title}: {medians}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--repeats", type=int, default=3, help="timed steps of each kind")
+    parser.add_argument("--planning", action="store_true", help="seconds where there is nothing to split")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if any(os.environ.get(name) != value for name, value in SETTINGS.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **SETTINGS})
     warnings.simplefilter("ignore")
+    if given.planning:
+        for line in planning_seconds():
+            print(line, flush=True)
+        return
     lines: list[str] = []
     for name in given.models:
         lines += rows_of(name, given.repeats)
@@ -314,6 +472,13 @@ unplanned step's. "By hand" is a checkpoint around every block and the loss in p
 gradients are computed in the forward, as Liger does it; its time stands beside the plan for its peak.
 `MLPs(1024)` with 16,384 rows is not run here: with `costs="roofline"` it is predicted at 5,152.5
 unplanned, 1,792.1 without and 608.2 with "auto".
+
+What `planner.step` plans is called a step: fine-tuning by the likelihood of the next words, preferences as
+in DPO and distillation, of that Llama and of a second one that does not train.
+
+Where nothing is to be split, or nothing that is worth it, planning takes as long as without
+(`python benchmarks/split.py --planning`, process seconds, medians of three): a ResNet-50 9.1 s, "loss" 9.2
+and "auto" 9.0; 12 convolutions 0.7 s each; 6 layers of attention 1.7 s each.
 
 | model | unplanned | without | split | budget | hand | pieces | peak | measured | time | planned | near |
 |---|---:|---:|---|---|---:|---|---:|---:|---:|---:|---|

@@ -16,6 +16,7 @@ from planner.batch.interpolate import SizedSteps
 from planner.batch.points import MaxBatch
 from planner.batch.search import OVERHEADS, BatchSearch, MakeArguments, step
 from planner.errors import BudgetError
+from planner.graph.split.pieces import NothingToSplit
 from planner.planfile.budget import parse_budget
 from planner.planning.options import (
     SplitKeywords,
@@ -103,7 +104,14 @@ def max_batch(
             progress=lambda text, _: search.tell(f"batch {size}: {text}"),
             like=like,
         )
-        return prepared if given.split == "none" else in_pieces(prepared, PIECES)
+        if given.split == "none":
+            return prepared
+        try:
+            return in_pieces(prepared, PIECES)
+        except NothingToSplit:
+            if size > 1:
+                raise
+            return prepared  # whose sample may be one row
 
     search = BatchSearch(
         SizedSteps(capture),

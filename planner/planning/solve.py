@@ -103,7 +103,7 @@ def swept_in_pieces(
     return found
 
 
-def _planned(prepared: Prepared, wanted: Budget, report: Progress) -> PlanRecord:
+def _planned(prepared: Prepared, wanted: Budget, report: Progress, minimum: bool = True) -> PlanRecord:
     options, graph = prepared.options, prepared.problem.graph
     report(f"solving ({options.solver})", 0.0)
     room = room_bytes(wanted, prepared)
@@ -111,7 +111,7 @@ def _planned(prepared: Prepared, wanted: Budget, report: Progress) -> PlanRecord
     if options.backend == "inductor":
         return _planned_for_inductor(prepared, wanted, room, constraints, report)
 
-    solved = _solved(prepared, wanted, room, constraints, report)
+    solved = _solved(prepared, wanted, room, constraints, report, minimum)
     if _better_as_written(prepared, solved.solution, wanted, room):
         warn(AS_WRITTEN)
         nothing = replace(
@@ -151,7 +151,12 @@ def _may_run_as_written(prepared: Prepared) -> bool:
 
 
 def _solved(
-    prepared: Prepared, wanted: Budget, room: int | None, constraints: Constraints, report: Progress
+    prepared: Prepared,
+    wanted: Budget,
+    room: int | None,
+    constraints: Constraints,
+    report: Progress,
+    minimum: bool = True,
 ) -> Solved:
     """The fastest schedule, or that of the least peak, with masks packed where that is better.
 
@@ -181,6 +186,7 @@ def _solved(
             progress=progress,
             constraints=constraints,
             rival=rival,
+            minimum=minimum,
         )
 
     def without(progress: Progress, rival: float = math.inf) -> Solved:

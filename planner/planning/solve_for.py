@@ -22,6 +22,7 @@ def solve_for(
     progress: Progress | None = None,
     constraints: Constraints | None = None,
     rival: float = float("inf"),
+    minimum: bool = True,
 ) -> Solution:
     """The schedule for a budget by a solver.
 
@@ -35,6 +36,7 @@ def solve_for(
         progress: Called with what is being done, and how much of it is done.
         constraints: Values that are always kept or always recomputed.
         rival: Seconds of an answer to another form of the same step, as for :func:`solvers.portfolio.solve`.
+        minimum: Whether the answer where nothing fits must be the least peak, as there; other solvers' is.
 
     Returns:
         The solution. Where nothing fits it is infeasible, with the least peak that the solver reaches, which
@@ -52,6 +54,7 @@ def solve_for(
             constraints=constraints,
             effort=effort,
             rival=rival,
+            minimum=minimum,
         )
     if room is not None:
         solution = SOLVERS[solver](

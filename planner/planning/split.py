@@ -1,5 +1,6 @@
 """Steps whose loss is computed in pieces: which splits there are, and the best of them for a budget."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -12,6 +13,7 @@ from planner.errors import CaptureError, InfeasibleBudget
 from planner.graph.joint_graph import read_joint
 from planner.graph.spec import Split, SplitRuns
 from planner.graph.split.pieces import NothingToSplit, split_joint, splittable
+from planner.graph.split.runs import Run
 from planner.planfile.budget import Budget, format_bytes
 from planner.planfile.plan import PlanRecord
 from planner.planning.prepared import Prepared
@@ -28,11 +30,14 @@ LEAST_ROWS = 128
 _TIMED_SECONDS = 5.0
 """How long the operations of pieces are timed, where those of the step are."""
 
+_LEAST_SECONDS = 5.0
+"""How long the least is looked for, where it is more than what no plan undercuts."""
+
 _HARDLY = 1 / 50
 """Of the unplanned step's peak: to save less, "min" does not take a slower plan."""
 
 _LITTLE = 1 / 100
-"""Of that peak: pieces whose results take less are not divided further."""
+"""Of that peak: results that take less are not divided, or not further."""
 
 _MUCH = 1 / 20
 """Of the peak: smaller results are not worth pieces."""
@@ -41,8 +46,8 @@ _SLOWER = 1.02
 """By how much a plan in the form "forward" is slower than the step for the other form to be looked at."""
 
 
-Plan = Callable[[Prepared, Budget, Progress], PlanRecord]
-"""Plans a step for a budget."""
+Plan = Callable[[Prepared, Budget, Progress, bool], PlanRecord]
+"""Plans a step for a budget; where none fits the error has to tell the least, or what was found so far."""
 
 
 class Forms:
@@ -70,7 +75,9 @@ class Forms:
         """
         graph = self._prepared.problem.graph
         if room is not None and simulate(graph, graph.base_schedule).peak_bytes <= room:
-            return self._plan(self._prepared, wanted, progress)
+            return self._plan(self._prepared, wanted, progress, True)
+        if self._splits == [None]:
+            return self._plan(self._prepared, wanted, progress, True)
         if isinstance(self._prepared.costs, MeasuredCosts) and not self._made:
             self._prepared.costs.allow(_TIMED_SECONDS)
         if room is None:
@@ -80,7 +87,11 @@ class Forms:
     @cached_property
     def _splits(self) -> list[Split | None]:
         """How to split, the fastest first; None is not at all."""
-        enough, most, in_loss = _pieces(self._prepared)
+        runs = _runs(self._prepared)
+        if runs and not any(self._is_much(run) for run in runs):
+            return [None]
+        enough, most = _pieces(self._prepared, runs)
+        in_loss = any(run.in_loss for run in runs)
         what = _what(self._prepared)
         splits: list[Split | None] = []
         if in_loss:
@@ -92,7 +103,12 @@ class Forms:
             splits.append(Split("backward", most, what))
         return [*splits, None]
 
-    def _best(self, wanted: Budget, progress: Progress, tried: Sequence[Split | None]) -> PlanRecord:
+    def _is_much(self, run: Run) -> bool:
+        return run.bytes > self._prepared.problem.eager.peak_bytes * _LITTLE
+
+    def _best(
+        self, wanted: Budget, progress: Progress, tried: Sequence[Split | None], minimum: bool = True
+    ) -> PlanRecord:
         """The fastest plan for a budget in bytes, of some forms."""
         found, refused = list[PlanRecord](), list[InfeasibleBudget]()
         for number, split in enumerate(tried):
@@ -101,7 +117,7 @@ class Forms:
                 continue
             share = part_of(progress, number / len(tried), (number + 1) / len(tried))
             try:
-                found.append(self._plan(step, wanted, share))
+                found.append(self._plan(step, wanted, share, minimum))
             except InfeasibleBudget as error:
                 refused.append(error)
             if found and not _is_slow(found[-1]):
@@ -123,16 +139,23 @@ class Forms:
         left = prepared.footprint.whole_step(0, prepared.problem.final_bytes).total_bytes
         enough = max(left, min(floors.values()))
 
-        def within(most_bytes: int, progress: Progress) -> PlanRecord:
+        def within(most_bytes: int, progress: Progress, minimum: bool) -> PlanRecord:
             near = [split for split in steps if floors[split] <= most_bytes]
-            return self._best(Budget(most_bytes, wanted.text, relative=True), progress, near)
+            return self._best(Budget(most_bytes, wanted.text, relative=True), progress, near, minimum)
 
         try:
-            made = within(enough + hardly, part_of(progress, 0.0, 0.5))
+            made = within(enough + hardly, part_of(progress, 0.0, 0.4), False)
         except InfeasibleBudget as error:
-            made = within(error.minimum_bytes + hardly, part_of(progress, 0.5, 1.0))
+            seconds, share = _LEAST_SECONDS / len(steps), part_of(progress, 0.4, 0.5)
+            any_time = replace(wanted, max_overhead=None)
+            found = error.minimum_bytes
+            for step in steps.values():
+                quick = replace(step, packings=(), options=replace(step.options, time_limit=seconds))
+                least = self._plan(quick, any_time, share, True)
+                found = min(found, around + least.predicted.dynamic_peak_bytes)
+            made = within(found + hardly, part_of(progress, 0.5, 1.0), True)
         if wanted.max_overhead is not None and made.overhead > wanted.max_overhead:
-            plans = [self._plan(step, wanted, progress) for step in steps.values()]
+            plans = [self._plan(step, wanted, progress, True) for step in steps.values()]
             return min(plans, key=lambda plan: plan.predicted.dynamic_peak_bytes)
         asked = {"budget_bytes": wanted.bytes, "budget_text": wanted.text}
         return made.model_copy(update={"target": made.target.model_copy(update=asked)})
@@ -170,25 +193,26 @@ def _is_slow(plan: PlanRecord) -> bool:
     return plan.predicted.seconds > plan.no_recompute.seconds * _SLOWER
 
 
-def _pieces(prepared: Prepared) -> tuple[int, int, bool]:
-    """How many pieces are so small that the step hardly takes more for them, how many at most, and whether
-    anything ends in the loss."""
-    enough, most, in_loss = 2, 2, False
+def _runs(prepared: Prepared) -> list[Run]:
+    """What can be computed in pieces."""
+    found = list[Run]()
     for graph in prepared.captured.graphs:
-        if graph.joint is None:
-            continue
-        try:
-            runs = splittable(graph.joint.module, graph.joint.forward_outputs, _what(prepared))[1]
-        except NothingToSplit:
-            continue
-        for run in runs:
-            little = prepared.problem.eager.peak_bytes * _LITTLE
-            while run.rows >= 2 * most * LEAST_ROWS and run.bytes > most * little:
-                most *= 2
-            while enough < most and run.bytes > enough * prepared.problem.final_bytes // 2:
-                enough *= 2
-            in_loss |= run.in_loss
-    return enough, most, in_loss
+        if graph.joint is not None:
+            with contextlib.suppress(NothingToSplit):
+                found += splittable(graph.joint.module, graph.joint.forward_outputs, _what(prepared))[1]
+    return found
+
+
+def _pieces(prepared: Prepared, runs: Sequence[Run]) -> tuple[int, int]:
+    """How many pieces are so small that the step hardly takes more for them, and how many at most."""
+    enough, most = 2, 2
+    little = prepared.problem.eager.peak_bytes * _LITTLE
+    for run in runs:
+        while -(-run.rows // (2 * most)) >= LEAST_ROWS and run.bytes > most * little:
+            most *= 2
+        while enough < most and run.bytes > enough * prepared.problem.final_bytes // 2:
+            enough *= 2
+    return enough, most
 
 
 def _what(prepared: Prepared) -> SplitRuns:
@@ -200,21 +224,13 @@ def split_hint(prepared: Prepared) -> str:
     options = prepared.options
     if options.split != "none" or options.backend != "eager" or options.in_flight:
         return ""
-    held = prepared.problem.eager.peak_bytes
-    for graph in prepared.captured.graphs:
-        if graph.joint is None:
-            continue
-        try:
-            _, runs = splittable(graph.joint.module, graph.joint.forward_outputs, "loss")
-        except NothingToSplit:
-            continue
-        largest = max(runs, key=lambda run: run.bytes)
-        if largest.bytes >= held * _MUCH:
-            return (
-                f". {format_bytes(largest.bytes)} of it come from {largest.modules[0] or 'the module'}: plan "
-                "with split='loss', outputs='dropped' to compute what ends in the loss in pieces of rows"
-            )
-    return ""
+    largest = max(_runs(prepared), key=lambda run: run.bytes, default=None)
+    if largest is None or largest.bytes < prepared.problem.eager.peak_bytes * _MUCH:
+        return ""
+    return (
+        f". {format_bytes(largest.bytes)} of it come from {largest.modules[0] or 'the module'}: plan "
+        "with split='loss', outputs='dropped' to compute what ends in the loss in pieces of rows"
+    )
 
 
 def in_pieces(prepared: Prepared, pieces: int) -> Prepared:

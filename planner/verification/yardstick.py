@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from planner._torch.execution.in_double_precision import InDoublePrecision
 from planner.module_copies import copied_module, referring_to
 from planner.training_step.step import Step, map_tensors
 from planner.verification.outcomes import Name, Outcome, distance, same
@@ -49,7 +50,8 @@ class Yardstick:
             restore()
             wide, on_it = _copied(model, step)
             in_double = replace(on_it, args=_double(step.args), kwargs=_double(dict(step.kwargs)))
-            self._exact = Outcome(wide.double(), in_double)
+            with InDoublePrecision():
+                self._exact = Outcome(wide.double(), in_double)
         if options is None:
             restore()
             return

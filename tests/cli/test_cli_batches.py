@@ -23,6 +23,9 @@ class Net(nn.Module):
 def build():
     return Net(), lambda batch: (torch.empty(batch, 64),)
 
+def build_rows():
+    return Net(), (torch.randn(512, 64),)
+
 def returns_args():
     return Net(), (torch.empty(4, 64),)
 """
@@ -54,6 +57,19 @@ def test_the_largest_batch_and_its_plan(builders: Path) -> None:
     assert reported["batch"] > reported["unplanned"]["batch"] > 1
     assert reported["plan"]["whole_step"]["allocated_bytes"] <= 2**20
     assert Plan.load("p.json").model.inputs[0].shape == [reported["batch"], 64]
+
+
+def test_sweeps_and_batches_in_pieces(builders: Path) -> None:
+    common = ["--split", "loss", "--outputs", "dropped", "--costs", "roofline", "--encodings", "none"]
+    result = CliRunner().invoke(
+        app, ["sweep", "batches.py:build_rows", "--points", "2", "-o", "plans", *common]
+    )
+    assert result.exit_code == 0, result.stderr
+    assert not all(Plan.load(plan).is_exact for plan in Path("plans").iterdir())
+    given = ["-b", "200KiB", "--max-overhead", "any", "--solver", "sqrt_n", "--most", "64", "-o", "p.json"]
+    result = CliRunner().invoke(app, ["max-batch", "batches.py:build", *given, *common])
+    assert result.exit_code == 0, result.stderr
+    assert not Plan.load("p.json").is_exact
 
 
 @pytest.mark.heavy

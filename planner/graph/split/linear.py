@@ -4,11 +4,14 @@ Backwards of autograd's do. What a user's hook or function makes of a gradient, 
 not.
 """
 
+import operator
 from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch.fx import Node
+
+from planner._torch.execution.mask_operators import MASKED_PRODUCT
 
 aten = torch.ops.aten
 
@@ -29,6 +32,7 @@ _FIRST = frozenset(
         *(aten._log_softmax_backward_data.default, aten._softmax_backward_data.default),
         *(aten.tanh_backward.default, aten.sigmoid_backward.default, aten.silu_backward.default),
         *(aten.gelu_backward.default, aten.threshold_backward.default),
+        *(aten.native_layer_norm_backward.default, operator.getitem, MASKED_PRODUCT),
     }
 )
 """Linear in the first argument."""

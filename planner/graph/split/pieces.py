@@ -8,8 +8,9 @@ multiplied by the true one when that arrives: no product runs twice.
 Sums over rows are added up in place, in single precision at least.
 """
 
+import math
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,19 +19,18 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from planner._torch import fake, operators
+from planner._torch.execution.mask_operators import DRAW_MASK
 from planner._torch.joint import aot_metadata
 from planner._torch.joint.graph_modules import graph_module
 from planner.errors import CaptureError
-from planner.graph.dying_operands import RUNS_ONCE
 from planner.graph.spec import Split, SplitRuns
+from planner.graph.split.emitter import Emitter, called, tensors_in
 from planner.graph.split.linear import is_linear
+from planner.graph.split.loops import join_loops
 from planner.graph.split.rules import Piecewise, Rows, given, shape_of
 from planner.graph.split.runs import Run, find_runs
 
 aten = torch.ops.aten
-
-_TOLD = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "from_node", "custom")
-"""Keys in a node's ``meta`` that say where it comes from."""
 
 _VIEWS = frozenset(
     {
@@ -109,6 +109,7 @@ def splittable(joint: GraphModule, forward_outputs: int, what: SplitRuns) -> tup
     """
     copied = _copied(joint)
     _divide_means(copied)
+    join_loops(copied)
     runs, why = find_runs(copied, forward_outputs, what)
     if not runs:
         of = "nothing" if what == "loss" else "no MLP, and nothing"
@@ -137,7 +138,7 @@ def _divide_means(joint: GraphModule) -> None:
         after = node.next
         while after in results.values():
             after = after.next
-        emit = _Emitter(graph, after, "is_forward")
+        emit = Emitter(graph, after, "is_forward")
         total = results.get(1)
         if total is not None and weight is None and reduction != 0:
             counted = emit.call(node, aten.ne.Scalar, (target, ignored))
@@ -152,7 +153,7 @@ def _divide_means(joint: GraphModule) -> None:
             results[0].replace_all_uses_with(mean, delete_user_cb=lambda user, mean=mean: user is not mean)
     for node in graph.find_nodes(op="call_function", target=aten.nll_loss_backward.default):
         gradient, *between, reduction, ignored, total = node.args
-        emit = _Emitter(graph, node, "is_backward")
+        emit = Emitter(graph, node, "is_backward")
         if reduction == 1:
             # Where all rows are ignored their gradients are zeros, not 0 / 0.
             _, target, weight = between
@@ -168,49 +169,6 @@ def _divide_means(joint: GraphModule) -> None:
         node.args = (gradient, *between, 2 if reduction == 1 else reduction, ignored, unused)
 
 
-class _Emitter:
-    """Emits calls before a node of a graph.
-
-    Args:
-        graph: The graph.
-        before: What the calls come before.
-        half: Whether they are "is_forward" or "is_backward".
-        runs_once: Whether they are never run again.
-    """
-
-    def __init__(self, graph: FxGraph, before: Node, half: str, runs_once: bool = False) -> None:
-        self._graph, self._before, self._half, self._runs_once = graph, before, half, runs_once
-
-    def place(self, places: Mapping[Node, int]) -> int:
-        """Before which place the calls are, of the graph as it was."""
-        return places[self._before]
-
-    def call(self, origin: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> Node:
-        """Emit one call in the place of ``origin``, from where its result is computed without data too."""
-        with self._graph.inserting_before(self._before):
-            node = self._graph.call_function(target, args, dict(kwargs or {}))
-        node.meta = {key: origin.meta[key] for key in _TOLD if key in origin.meta}
-        node.meta["partitioner_tag"] = self._half
-        if self._runs_once:
-            node.meta[RUNS_ONCE] = True
-        node.meta["val"] = _called(node, origin.meta["val"])
-        return node
-
-
-def _called(node: Node, like: Any) -> Any:
-    """What a call returns, without data; ``like`` is of the mode that such tensors are made in."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    with fake.mode_of(_tensors([like])):
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
-    for value in values:
-        yield from (
-            v for v in (value if isinstance(value, tuple | list) else (value,)) if isinstance(v, torch.Tensor)
-        )
-
-
 class _Pieces:
     """One run of a graph, put into pieces; ``replaced`` has what stands for results of runs before it."""
 
@@ -223,7 +181,6 @@ class _Pieces:
         replaced: dict[Node, Node],
     ) -> None:
         self._joint, self._run = joint, run
-        self._early = split.form == "forward" and run.in_loss
         self._graph, self._replaced = joint.graph, replaced
         self._forward_outputs = forward_outputs
         self._place = {node: place for place, node in enumerate(self._graph.nodes)}
@@ -234,10 +191,12 @@ class _Pieces:
             [n for n in steps if n not in self._backward],
             [n for n in steps if n in self._backward],
         )
+        self._early = split.form == "forward" and run.in_loss and bool(self._halves[1])
         self._totals: dict[Node, Node] = {}  # what stands for sums over rows, and rows of products
         self._parts: dict[Node, list[Node]] = {}  # rows of products, piece by piece
         self._partial: dict[Node, Node] = {}  # sums over the rows of the pieces so far
-        self._rows_of: dict[tuple[Node, Rows, int], Node] = {}
+        self._rows_of: dict[tuple[Node, Rows], Node] = {}
+        self._sliced_of: dict[tuple[Node, Rows, int], Node] = {}
         self._hoisted: dict[Node, Node] = {}
         pieces = split.pieces if run.in_loss else min(split.pieces, run.enough_pieces)
         count, pieces = run.rows, min(pieces, run.rows)
@@ -246,11 +205,12 @@ class _Pieces:
 
     def run(self) -> dict[int, torch.Tensor]:
         """Split; returns the results of the forward that are no longer there, by position."""
+        self._let_masks_read_nothing()
         forward, backward = self._halves
         early = self._early
         gradient = self._one_gradient() if early else None
         read = forward if gradient is None else [*forward, *backward]
-        emit = _Emitter(
+        emit = Emitter(
             self._graph,
             self._begin(forward, [n for n in self._operands(read) if n not in self._backward]),
             "is_forward",
@@ -273,13 +233,13 @@ class _Pieces:
             self._finish(emit, backward)
         dropped = self._drop_outputs(emit)
         if gradient is not None:
-            later = _Emitter(self._graph, self._begin(backward, [gradient]), "is_backward")
+            later = Emitter(self._graph, self._begin(backward, [gradient]), "is_backward")
             for node in backward:
                 if node in self._totals and node in self._of_gradients:
                     made_early = self._totals[node]
                     self._totals[node] = later.call(node, aten.mul.Tensor, (made_early, gradient))
-        else:
-            later = _Emitter(self._graph, self._begin(backward, self._operands(backward)), "is_backward")
+        elif backward:
+            later = Emitter(self._graph, self._begin(backward, self._operands(backward)), "is_backward")
             for i in range(len(self._bounds)):
                 self._piece(later, backward, made[i], i)
             self._finish(later, backward)
@@ -295,12 +255,23 @@ class _Pieces:
                 self._graph.erase_node(cast)
         return dropped
 
+    def _let_masks_read_nothing(self) -> None:
+        """Masks of dropout are drawn whole, so that their random numbers are those of the whole."""
+        for mask in self._graph.find_nodes(op="call_function", target=DRAW_MASK):
+            like = given(mask)[0]
+            if like in self._run.steps:
+                value = like.meta["val"]
+                emit = Emitter(self._graph, mask, mask.meta["partitioner_tag"])
+                kwargs = {"dtype": value.dtype, "device": value.device}
+                one = emit.call(mask, aten.empty.memory_format, ([1] * value.dim(),), kwargs)
+                mask.replace_input_with(like, emit.call(mask, aten.expand.default, (one, list(value.shape))))
+
     def _look_at(self, total: Node, viewed: int) -> None:
         """Let the views of what a result stands for be views of it."""
         for user in total.users:
             value = user.meta.get("val")
             if isinstance(value, torch.Tensor) and fake.storage_key(value) == viewed:
-                user.meta["val"] = _called(user, value)
+                user.meta["val"] = called(user.target, user.args, user.kwargs, value)
                 self._look_at(user, viewed)
 
     # ---- where ----------------------------------------------------------------------------------------
@@ -321,7 +292,8 @@ class _Pieces:
         return first if early else last.next
 
     def _ends(self) -> set[Node]:
-        return {n for n, s in self._run.steps.items() if s.kind not in ("rows", "several")}
+        run = self._run
+        return {n for n, s in run.steps.items() if s.kind not in ("rows", "several")} | run.whole
 
     def _one_gradient(self) -> Node:
         """The number that all gradients of the run are multiples of."""
@@ -334,7 +306,7 @@ class _Pieces:
             if not one or not is_linear(last, self._of_gradients):
                 raise CaptureError(_NOT_EARLY)
             found = {*found - {last}, *before}
-        half = any(t.dtype is torch.float16 for t in _tensors(n.meta.get("val") for n in self._run.steps))
+        half = any(t.dtype is torch.float16 for t in tensors_in(n.meta.get("val") for n in self._run.steps))
         (gradient,) = found if found else (None,)
         linear = all(is_linear(node, self._of_gradients) for node in backward)
         if gradient is None or half or not linear:
@@ -350,7 +322,7 @@ class _Pieces:
 
     # ---- what -----------------------------------------------------------------------------------------
 
-    def _piece(self, emit: _Emitter, steps: Sequence[Node], made: dict[Node, Node], number: int) -> None:
+    def _piece(self, emit: Emitter, steps: Sequence[Node], made: dict[Node, Node], number: int) -> None:
         start, end = self._bounds[number]
         for node in steps:
             step = self._run.steps[node]
@@ -369,12 +341,12 @@ class _Pieces:
                 self._add(emit, node, step, args, kwargs)
                 continue
             part = emit.call(node, step.target, args, kwargs)
-            if step.kind == "product":
+            if step.kind == "product" or node in self._run.whole:
                 self._parts.setdefault(node, []).append(part)
-            else:
+            if step.kind != "product":
                 made[node] = part
 
-    def _outside(self, emit: _Emitter, node: Node) -> Node:
+    def _outside(self, emit: Emitter, node: Node) -> Node:
         """A value from outside of the run; what is computed behind the pieces is computed before them too."""
         if node in self._totals:
             return self._totals[node]
@@ -388,17 +360,44 @@ class _Pieces:
         self._hoisted[node] = emit.call(node, node.target, args, kwargs)
         return self._hoisted[node]
 
-    def _sliced(self, emit: _Emitter, node: Node, rows: Rows, number: int) -> Node:
+    def _sliced(self, emit: Emitter, node: Node, rows: Rows, number: int) -> Node:
         key = node, rows, number
+        if key not in self._sliced_of:
+            source = self._all_rows(emit, node, rows)
+            self._sliced_of[key] = emit.call(
+                node, aten.slice.Tensor, (source, rows.start, *self._bounds[number])
+            )
+        return self._sliced_of[key]
+
+    def _all_rows(self, emit: Emitter, node: Node, rows: Rows) -> Node:
+        """The rows of an operand that the run computes, in one dimension."""
+        key = node, rows
         if key not in self._rows_of:
-            source, (start, end) = self._outside(emit, node), self._bounds[number]
-            shape = shape_of(node)
+            source, shape = self._outside(emit, node), shape_of(node)
+            for part in self._run.parts[len(rows.parts) :]:
+                source = _viewed(emit, node, source, [*shape[: rows.start], *part.sizes, *shape[rows.end :]])
+                rows = Rows(rows.start, rows.start + len(part.sizes))
+                bounds = rows.start + part.dim, part.begin, part.end
+                source = emit.call(node, aten.slice.Tensor, (source, *bounds))
+                shape = shape_of(source)
             if rows.end - rows.start != 1:
-                source = emit.call(node, aten.view.default, (source, rows.sizes(shape, self._run.rows)))
-            self._rows_of[key] = emit.call(node, aten.slice.Tensor, (source, rows.start, start, end))
+                source = _viewed(emit, node, source, rows.sizes(shape, self._run.rows))
+            self._rows_of[key] = source
         return self._rows_of[key]
 
-    def _add(self, emit: _Emitter, node: Node, step: Piecewise, args: Any, kwargs: Any) -> None:
+    def _with_rows_left_out(self, emit: Emitter, node: Node, whole: Node, rows: Rows) -> Node:
+        """Gradients of all rows, of those of slices: zeros are those of the others."""
+        for part in reversed(self._run.parts[len(rows.parts) :]):
+            before, after = shape_of(whole)[: rows.start], shape_of(whole)[rows.start + 1 :]
+            sliced = (*part.sizes[: part.dim], part.end - part.begin, *part.sizes[part.dim + 1 :])
+            whole = emit.call(node, aten.view.default, (whole, [*before, *sliced, *after]))
+            sizes = [*before, *part.sizes, *after]
+            bounds = rows.start + part.dim, part.begin, part.end, 1
+            whole = emit.call(node, aten.slice_backward.default, (whole, sizes, *bounds))
+            whole = emit.call(node, aten.view.default, (whole, [*before, math.prod(part.sizes), *after]))
+        return whole
+
+    def _add(self, emit: Emitter, node: Node, step: Piecewise, args: Any, kwargs: Any) -> None:
         total = self._partial.get(node)
         wide = node.meta["val"].dtype in (torch.float32, torch.float64)
         if total is not None and step.added and wide:
@@ -413,13 +412,14 @@ class _Pieces:
                 total = part
         self._partial[node] = total
 
-    def _finish(self, emit: _Emitter, steps: Sequence[Node]) -> None:
+    def _finish(self, emit: Emitter, steps: Sequence[Node]) -> None:
         """Whole results, of the pieces that are there."""
         for node in steps:
             step, value = self._run.steps[node], node.meta["val"]
             if node in self._parts:
                 assert step.rows is not None
                 whole = emit.call(node, aten.cat.default, (self._parts.pop(node), step.rows.start))
+                whole = self._with_rows_left_out(emit, node, whole, step.rows)
             elif node in self._partial:
                 whole = self._partial.pop(node)
                 if step.kind == "mean":
@@ -432,7 +432,7 @@ class _Pieces:
                 whole = emit.call(node, aten.view.default, (whole, list(value.shape)))
             self._totals[node] = whole
 
-    def _drop_outputs(self, emit: _Emitter) -> dict[int, torch.Tensor]:
+    def _drop_outputs(self, emit: Emitter) -> dict[int, torch.Tensor]:
         output = self._graph.output_node()
         results: Any = list(output.args[0])  # type: ignore[arg-type]
         dropped = {}
@@ -444,6 +444,15 @@ class _Pieces:
                 results[position] = emit.call(node, aten.empty.memory_format, ([0],), kwargs)
         output.args = (tuple(results),)
         return dropped
+
+
+def _viewed(emit: Emitter, origin: Node, source: Node, sizes: list[int]) -> Node:
+    try:
+        return emit.call(origin, aten.view.default, (source, sizes))
+    except (RuntimeError, ValueError):  # it is no view
+        kwargs = {"memory_format": torch.contiguous_format}
+        source = emit.call(origin, aten.clone.default, (source,), kwargs)
+        return emit.call(origin, aten.view.default, (source, sizes))
 
 
 def _casts(node: Node) -> list[Node]:

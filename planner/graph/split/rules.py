@@ -13,16 +13,31 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.fx import Node
 
+from planner._torch.execution.mask_operators import DRAW_MASK, MASKED_PRODUCT
 from planner._torch.operators import uses_generator
 
 aten = torch.ops.aten
 
 
 class Rows(NamedTuple):
-    """The dimensions of a tensor that are rows, from `start` to before `end`."""
+    """The dimensions of a tensor that are rows, from `start` to before `end`, once the slices of rows that
+    `parts` lists are taken of those that the run begins with."""
 
     start: int
     end: int
+    parts: tuple["Part", ...] = ()
+
+    def of(self, sizes: Sequence[int]) -> Sequence[int]:
+        """The sizes of the dimensions that are rows."""
+        return sizes[self.start : self.end]
+
+    def moved(self, by: int) -> "Rows":
+        """The same rows, as many dimensions further on."""
+        return self._replace(start=self.start + by, end=self.end + by)
+
+    def at(self, dim: int) -> bool:
+        """Whether a dimension is one of the rows."""
+        return self.start <= dim < self.end
 
     def dim(self, dim: int) -> int:
         """Where a dimension that is none of the rows is in a piece."""
@@ -31,6 +46,16 @@ class Rows(NamedTuple):
     def sizes(self, sizes: Sequence[int], rows: int) -> list[int]:
         """The sizes of a piece of so many rows."""
         return [*sizes[: self.start], rows, *sizes[self.end :]]
+
+
+class Part(NamedTuple):
+    """A slice of rows, of which a dimension is sliced: the sizes of all their dimensions before, and the
+    dimension, first and last of what is taken."""
+
+    sizes: tuple[int, ...]
+    dim: int
+    begin: int
+    end: int
 
 
 Kind = Literal["rows", "product", "several", "sum", "mean"]
@@ -63,29 +88,23 @@ class Piecewise:
     added: bool = False
 
 
-class Known(NamedTuple):
-    """What is known of a run so far.
+Known = Mapping[Node, Rows]
+"""What is known of a run so far: where the rows are of its values."""
 
-    Attributes:
-        size: How many rows it has.
-        rows: Where the rows are of its values.
-    """
 
-    size: int
-    rows: Mapping[Node, Rows]
-
-    def placed(self, shape: Sequence[int], before: int, after: int) -> Rows | None:
-        """The dimensions of a shape that are the rows, with so many elements before and after."""
-        start, seen = 0, 1
-        while start < len(shape) and (seen < before or shape[start] == 1):
-            seen *= shape[start]
-            start += 1
-        end, rows = start, 1
-        while end < len(shape) and rows < self.size:
-            rows *= shape[end]
-            end += 1
-        fits = seen == before and rows == self.size and math.prod(shape[end:]) == after
-        return Rows(start, end) if fits else None
+def _placed(like: Rows, of: Sequence[int], shape: Sequence[int]) -> Rows | None:
+    """The dimensions of a shape that are the rows of another shape of as many elements."""
+    before, many, after = math.prod(of[: like.start]), math.prod(like.of(of)), math.prod(of[like.end :])
+    start, seen = 0, 1
+    while start < len(shape) and (seen < before or shape[start] == 1):
+        seen *= shape[start]
+        start += 1
+    end, rows = start, 1
+    while end < len(shape) and rows < many:
+        rows *= shape[end]
+        end += 1
+    fits = seen == before and rows == many and math.prod(shape[end:]) == after
+    return like._replace(start=start, end=end) if fits else None
 
 
 Rule = Callable[[Node, Known], Piecewise | None]
@@ -111,14 +130,19 @@ def piecewise(node: Node, known: Known) -> Piecewise | None:
     return None if rule is None else rule(node, known)
 
 
-def product_of_rows(node: Node) -> Known | None:
-    """What is known of a run that begins with a product of rows and a weight; None for all else."""
+def is_mask(node: Node) -> bool:
+    """Whether an operation draws a mask of dropout, for which it reads no more than a shape."""
+    return node.target is DRAW_MASK and bool(node.meta["val"].is_contiguous())
+
+
+def rows_of_product(node: Node) -> int | None:
+    """How many rows a run has that begins with a product of rows and a weight; None for all else."""
     if node.target not in (aten.mm.default, aten.addmm.default) or not isinstance(
         node.meta.get("val"), torch.Tensor
     ):
         return None
     count = shape_of(node)[0]
-    return Known(count, {node: Rows(0, 1)}) if isinstance(count, int) and count > 1 else None
+    return count if isinstance(count, int) and count > 1 else None
 
 
 def begin(node: Node) -> Piecewise:
@@ -141,66 +165,95 @@ def _in_rows(node: Node, rows: Rows, args: Callable[[int], tuple[Any, ...]] | No
 
 def _view(node: Node, known: Known) -> Piecewise | None:
     source, shape = given(node)[0], shape_of(node)
-    rows, before = known.rows[source], shape_of(source)
-    found = known.placed(shape, math.prod(before[: rows.start]), math.prod(before[rows.end :]))
+    rows, before = known[source], shape_of(source)
+    found = _placed(rows, before, shape)
     if found is None:
         return None
     return _in_rows(node, found, lambda n: (source, found.sizes(shape, n)))
 
 
 def _same(node: Node, known: Known) -> Piecewise | None:
-    return _in_rows(node, known.rows[given(node)[0]])
+    source = given(node)[0]
+    if node.target is aten.clone.default and known[source].parts != _parts_read(source, known):
+        return _as_it_is(source, known[source])  # a copy of the rows of a slice
+    return _in_rows(node, known[source])
+
+
+def _as_it_is(source: Node, rows: Rows) -> Piecewise:
+    return Piecewise("rows", rows, lambda _n: (source,), aten.alias.default)
+
+
+def _parts_read(node: Node, known: Known) -> tuple[Part, ...]:
+    read = [known[n].parts for n in node.all_input_nodes if n in known]
+    return read[0] if read else known[node].parts
 
 
 def _transposed(node: Node, known: Known) -> Piecewise | None:
     source = given(node)[0]
-    rows, rank = known.rows[source], len(shape_of(node))
+    rows, rank = known[source], len(shape_of(node))
     first, second = (d % rank for d in given(node)[1:]) if len(given(node)) == 3 else (0, rank - 1)
     if rank < 2 or rows.end - rows.start != 1:
         return None
     start = {first: second, second: first}.get(rows.start, rows.start)
-    return _in_rows(node, Rows(start, start + 1))
+    return _in_rows(node, rows._replace(start=start, end=start + 1))
 
 
 def _unsqueezed(node: Node, known: Known) -> Piecewise | None:
-    rows, dim = known.rows[given(node)[0]], given(node)[1] % len(shape_of(node))
+    rows, dim = known[given(node)[0]], given(node)[1] % len(shape_of(node))
     if rows.start < dim < rows.end:
         return None
-    found = rows if dim >= rows.end else Rows(rows.start + 1, rows.end + 1)
+    found = rows if dim >= rows.end else rows.moved(1)
     return _in_rows(node, found, lambda _n: (given(node)[0], found.dim(dim)))
 
 
 def _squeezed(node: Node, known: Known) -> Piecewise | None:
     source = given(node)[0]
-    rows, rank = known.rows[source], len(shape_of(source))
+    rows, rank = known[source], len(shape_of(source))
     dim = given(node)[1] % rank
-    if rows.start <= dim < rows.end or shape_of(source)[dim] != 1:
+    if rows.at(dim) or shape_of(source)[dim] != 1:
         return None
-    found = rows if dim >= rows.end else Rows(rows.start - 1, rows.end - 1)
+    found = rows if dim >= rows.end else rows.moved(-1)
     return _in_rows(node, found, lambda _n: (source, rows.dim(dim)))
 
 
 def _expanded(node: Node, known: Known) -> Piecewise | None:
     source, shape = given(node)[0], shape_of(node)
-    rows, more = known.rows[source], len(shape) - len(shape_of(source))
-    found = Rows(rows.start + more, rows.end + more)
+    rows, more = known[source], len(shape) - len(shape_of(source))
+    found = rows.moved(more)
     return _in_rows(node, found, lambda n: (source, found.sizes(shape, n)))
 
 
 def _sliced(node: Node, known: Known) -> Piecewise | None:
     source, dim = given(node)[0], given(node)[1] if len(given(node)) > 1 else 0
-    rows, dim = known.rows[source], dim % len(shape_of(source))
-    if rows.start <= dim < rows.end:
-        return None
-    return _in_rows(node, rows, lambda _n: (source, rows.dim(dim), *given(node)[2:]))
+    rows, dim = known[source], dim % len(shape_of(source))
+    if not rows.at(dim):
+        return _in_rows(node, rows, lambda _n: (source, rows.dim(dim), *given(node)[2:]))
+    taken = _part(node, rows, shape_of(source), dim, given(node)[2:])
+    return None if taken is None else _as_it_is(source, rows._replace(parts=(*rows.parts, *taken)))
 
 
 def _sliced_backward(node: Node, known: Known) -> Piecewise | None:
     source, sizes, dim = given(node)[:3]
-    rows, dim = known.rows[source], dim % len(sizes)
-    if rows.start <= dim < rows.end:
+    rows, dim = known[source], dim % len(sizes)
+    if not rows.at(dim):
+        return _in_rows(node, rows, lambda n: (source, rows.sizes(sizes, n), rows.dim(dim), *given(node)[3:]))
+    taken = _part(source, rows, sizes, dim, given(node)[3:])
+    if taken is None or rows.parts[len(rows.parts) - len(taken) :] != tuple(taken):
         return None
-    return _in_rows(node, rows, lambda n: (source, rows.sizes(sizes, n), rows.dim(dim), *given(node)[3:]))
+    return _as_it_is(source, rows._replace(parts=rows.parts[: len(rows.parts) - len(taken)]))
+
+
+def _part(
+    sliced: Node, rows: Rows, sizes: Sequence[int], dim: int, bounds: Sequence[Any]
+) -> list[Part] | None:
+    """What part of rows is in a slice of a dimension; none where it is all of them."""
+    left_out: list[Any] = [None, None, 1]
+    first, last, step = [*bounds, *left_out[len(bounds) :]]
+    begin, end, _ = slice(first, last).indices(sizes[dim])
+    if step != 1 or end - begin != shape_of(sliced)[dim]:
+        return None
+    whole = end - begin == sizes[dim]
+    return [] if whole else [Part(tuple(rows.of(sizes)), dim - rows.start, begin, end)]
 
 
 # ---- element by element, and along other dimensions ----------------------------------------------------
@@ -209,9 +262,9 @@ def _sliced_backward(node: Node, known: Known) -> Piecewise | None:
 def _pointwise(node: Node, known: Known) -> Piecewise | None:
     shape, found = shape_of(node), set[Rows]()
     for operand in node.all_input_nodes:
-        if operand in known.rows:
-            rows, more = known.rows[operand], len(shape) - len(shape_of(operand))
-            found.add(Rows(rows.start + more, rows.end + more))
+        if operand in known:
+            rows, more = known[operand], len(shape) - len(shape_of(operand))
+            found.add(rows.moved(more))
     return _pointwise_of(node, *found) if len(found) == 1 else None
 
 
@@ -224,8 +277,8 @@ def _pointwise_of(node: Node, rows: Rows) -> Piecewise | None:
         if more >= rows.end:
             continue
         beside = sizes[max(rows.start - more, 0) : rows.end - more]
-        if beside == shape[rows.start : rows.end]:
-            operands[operand] = Rows(rows.start - more, rows.end - more)
+        if beside == rows.of(shape):
+            operands[operand] = rows.moved(-more)
         elif any(size != 1 for size in beside) or len(beside) > 1:
             return None
     return Piecewise("rows", rows, _as_they_are(node), node.target, operands, node.kwargs)
@@ -235,14 +288,14 @@ def _along_a_dimension(node: Node, known: Known) -> Piecewise | None:
     """Softmax over a dimension that has no rows, and its backward."""
     place = 1 if node.target in (aten._log_softmax.default, aten._softmax.default) else 2
     tensors = given(node)[:place]
-    found = {known.rows[n] for n in tensors if n in known.rows}
+    found = {known[n] for n in tensors if n in known}
     (rows,) = found if len(found) == 1 else (None,)
     if rows is None:
         return None
     dim = given(node)[place] % len(shape_of(node))
-    if rows.start <= dim < rows.end:
+    if rows.at(dim):
         return None
-    operands = {n: rows for n in tensors if n not in known.rows}
+    operands = {n: rows for n in tensors if n not in known}
 
     def args(_n: int) -> tuple[Any, ...]:
         return *tensors, rows.dim(dim), *given(node)[place + 1 :]
@@ -252,18 +305,17 @@ def _along_a_dimension(node: Node, known: Known) -> Piecewise | None:
 
 def _reduced(node: Node, known: Known) -> Piecewise | None:
     source = given(node)[0]
-    rows, shape = known.rows[source], shape_of(source)
+    rows, shape = known[source], shape_of(source)
     named = given(node)[1] if len(given(node)) > 1 else None
     listed = [named] if isinstance(named, int) else (named or range(len(shape)))
     dims = {d % len(shape) for d in listed}
     keep = bool(given(node)[2]) if len(given(node)) > 2 else False
-    over = dims & {*range(*rows)}
+    over = {d for d in dims if rows.at(d)}
     if not over:
         fewer = 0 if keep else sum(d < rows.start for d in dims)
-        found = Rows(rows.start - fewer, rows.end - fewer)
         return _in_rows(
             node,
-            found,
+            rows.moved(-fewer),
             lambda _n: (source, _like(named, [rows.dim(d) for d in sorted(dims)]), *given(node)[2:]),
         )
     if len(over) != rows.end - rows.start:
@@ -287,7 +339,7 @@ def _like(named: Any, dims: list[int]) -> Any:
 
 
 def _gathered(node: Node, known: Known) -> Piecewise | None:
-    found = {known.rows[n] for n in node.all_input_nodes if n in known.rows}
+    found = {known[n] for n in node.all_input_nodes if n in known}
     return _gathered_of(node, *found) if len(found) == 1 else None
 
 
@@ -295,11 +347,11 @@ def _gathered_of(node: Node, rows: Rows) -> Piecewise | None:
     """What reads, or writes, at indices along a dimension that has no rows."""
     shape = shape_of(node)
     dim = given(node)[1] % len(shape)
-    if rows.start <= dim < rows.end:
+    if rows.at(dim):
         return None
     for operand in node.all_input_nodes:
         sizes = shape_of(operand)
-        if len(sizes) != len(shape) or sizes[slice(*rows)] != shape[slice(*rows)]:
+        if len(sizes) != len(shape) or rows.of(sizes) != rows.of(shape):
             return None
     operands = dict.fromkeys(node.all_input_nodes, rows)
 
@@ -331,15 +383,17 @@ def computed_for(node: Node, rows: Rows) -> Piecewise | None:
         return None
     if target in _GATHERED:
         return _gathered_of(node, rows)
+    if target is aten.slice_backward.default and rows.at(given(node)[2] % len(shape)):
+        taken = _part(source, rows, shape, given(node)[2] % len(shape), given(node)[3:])
+        found = None if taken is None else rows._replace(parts=(*rows.parts, *taken))
+        return found and replace(_as_it_is(source, rows), operands={source: found})
     if target is aten.mm.default:
-        return begin(node) if rows == Rows(0, 1) else None
+        return begin(node) if rows[:2] == (0, 1) and not rows.parts else None
     if target is aten.expand.default:
         made = _pointwise_of(node, rows)
         return made and replace(made, args=in_shape(source))
     if target in _SAME or target in _VIEWED:
-        known = Known(math.prod(shape[slice(*rows)]), {})
-        before, after = math.prod(shape[: rows.start]), math.prod(shape[rows.end :])
-        found = known.placed(shape_of(source), before, after)
+        found = _placed(rows, shape, shape_of(source))
         if found is None:
             return None
         if target in _SAME:
@@ -355,26 +409,29 @@ def computed_for(node: Node, rows: Rows) -> Piecewise | None:
 
 def _product(node: Node, known: Known) -> Piecewise | None:
     first, second = given(node)
-    rows = [known.rows.get(n) for n in (first, second)]
-    contracted = [rows[0] == Rows(1, 2), rows[1] == Rows(0, 1)]
+    rows = [known.get(n) for n in (first, second)]
+    (parts, *others) = {r.parts for r in rows if r is not None}
+    if others:
+        return None
+    contracted = [rows[0] == Rows(1, 2, parts), rows[1] == Rows(0, 1, parts)]
     if any(contracted):
         if not all(c or r is None for c, r in zip(contracted, rows, strict=True)):
             return None
-        operands = {n: Rows(1 - i, 2 - i) for i, n in enumerate((first, second)) if rows[i] is None}
+        operands = {n: Rows(1 - i, 2 - i, parts) for i, n in enumerate((first, second)) if rows[i] is None}
         return Piecewise("sum", None, _as_they_are(node), node.target, operands, added=True)
-    if rows == [Rows(0, 1), None] or rows == [None, Rows(1, 2)]:
-        found = Rows(0, 1) if rows[1] is None else Rows(1, 2)
-        return Piecewise("product", found, _as_they_are(node), node.target)
+    if rows == [Rows(0, 1, parts), None] or rows == [None, Rows(1, 2, parts)]:
+        return Piecewise("product", rows[0] or rows[1], _as_they_are(node), node.target)
     return None
 
 
 def _product_and_bias(node: Node, known: Known) -> Piecewise | None:
     bias, first, second = given(node)
-    if known.rows.get(first) != Rows(0, 1) or bias in known.rows or second in known.rows:
+    rows = known.get(first)
+    if rows is None or rows[:2] != (0, 1) or bias in known or second in known:
         return None
     if len(shape_of(bias)) != 1:
         return None
-    return Piecewise("product", Rows(0, 1), _as_they_are(node), node.target, kwargs=node.kwargs)
+    return Piecewise("product", rows, _as_they_are(node), node.target, kwargs=node.kwargs)
 
 
 # ---- negative log likelihood, whose means are sums that are divided, see `pieces.py` ---------------------
@@ -382,31 +439,55 @@ def _product_and_bias(node: Node, known: Known) -> Piecewise | None:
 
 def _nll(node: Node, known: Known) -> Piecewise | None:
     scores, target, weight, reduction, _ = given(node)
-    if known.rows.get(scores) != Rows(0, 1) or len(shape_of(scores)) != 2:
+    rows = known.get(scores)
+    if rows is None or rows[:2] != (0, 1) or len(shape_of(scores)) != 2:
         return None
-    if reduction == 1 or target in known.rows or weight in known.rows:
+    if reduction == 1 or target in known or weight in known:
         return None
-    return Piecewise("several", None, _as_they_are(node), node.target, {target: Rows(0, 1)})
+    return Piecewise("several", rows, _as_they_are(node), node.target, {target: rows})
 
 
-def _one_of_several(node: Node, known: Known) -> Piecewise | None:  # noqa: ARG001
+def _one_of_several(node: Node, known: Known) -> Piecewise | None:
     call, position = given(node)
-    if getattr(call, "target", None) is not aten.nll_loss_forward.default:
+    target = getattr(call, "target", None)
+    if target is aten.nll_loss_forward.default:
+        of_rows = given(call)[3] == 0 and position == 0
+    elif target is aten.native_layer_norm_backward.default:
+        of_rows = position == 0
+    elif target is aten.native_layer_norm.default:
+        of_rows = True
+    else:
         return None
-    rows = Rows(0, 1) if given(call)[3] == 0 and position == 0 else None
+    rows = known[call] if of_rows else None
     return Piecewise("sum" if rows is None else "rows", rows, _as_they_are(node), operator.getitem)
 
 
 def _nll_backward(node: Node, known: Known) -> Piecewise | None:
     gradient, scores, target, weight, reduction, _, total = given(node)
-    if known.rows.get(scores) != Rows(0, 1) or len(shape_of(scores)) != 2:
+    rows = known.get(scores)
+    if rows is None or rows[:2] != (0, 1) or len(shape_of(scores)) != 2:
         return None
-    if reduction == 1 or any(n in known.rows for n in (target, weight, total)):
+    if reduction == 1 or any(n in known for n in (target, weight, total)):
         return None
-    operands = {target: Rows(0, 1)}
-    if reduction == 0 and gradient not in known.rows:
-        operands[gradient] = Rows(0, 1)
-    return Piecewise("rows", Rows(0, 1), _as_they_are(node), node.target, operands)
+    operands = {target: rows}
+    if reduction == 0 and gradient not in known:
+        operands[gradient] = rows
+    return Piecewise("rows", rows, _as_they_are(node), node.target, operands)
+
+
+# ---- layer norms -----------------------------------------------------------------------------------------
+
+
+def _layer_norm(node: Node, known: Known) -> Piecewise | None:
+    """A norm of rows, or its backward, whose gradients of weight and bias are sums over rows."""
+    sizes = given(node)[1 if node.target is aten.native_layer_norm.default else 2]
+    normed = [n for n in node.all_input_nodes if len(shape_of(n)) > len(sizes)]
+    found = {known[n] for n in normed if n in known}
+    (rows,) = found if len(found) == 1 else (None,)
+    if rows is None or rows.end > len(shape_of(normed[0])) - len(sizes):
+        return None
+    operands = {n: rows for n in normed if n not in known}
+    return Piecewise("several", rows, _as_they_are(node), node.target, operands)
 
 
 _GATHERED = (aten.gather.default, aten.scatter_add.default, aten.scatter.value, aten.scatter.src)
@@ -445,8 +526,12 @@ _RULES: dict[Any, Rule] = {
          aten.amin.default, aten.logsumexp.default, aten.argmax.default), _reduced
     ),
     **dict.fromkeys(_GATHERED, _gathered),
+    **dict.fromkeys(
+        (aten.native_layer_norm.default, aten.native_layer_norm_backward.default), _layer_norm
+    ),
     aten.mm.default: _product,
     aten.addmm.default: _product_and_bias,
+    MASKED_PRODUCT: _pointwise,
     aten.nll_loss_forward.default: _nll,
     operator.getitem: _one_of_several,
     aten.nll_loss_backward.default: _nll_backward,

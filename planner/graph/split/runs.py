@@ -3,31 +3,40 @@
 A run begins with products of rows and a weight, as of hidden states and the weight of a language model's
 head. Everything that is computed of these, forward and backward, is computed row by row, until it ends: in
 sums over the rows (the loss, gradients of weights), or in rows that another product with a weight makes (the
-gradient of the hidden states). No run that ends in the loss reaches as far as another product of the forward:
-then that begins the run. A run that ends in products of the forward is an MLP: it begins with products whose
-results are larger than what they read.
+gradient of the hidden states). What cannot be computed row by row reads whole results, where these are small:
+log probabilities, of a loss that compares sequences. No run that ends in the loss reaches as far as another
+product of the forward: then that begins the run. A run that ends in products of the forward is an MLP: it
+begins with products whose results are larger than what they read.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.fx import GraphModule, Node
 
 from planner._torch.joint import aot_metadata
 from planner._torch.module_paths import module_of
 from planner._torch.operators import uses_generator
 from planner.graph.spec import SplitRuns
+from planner.graph.split.linear import is_linear
 from planner.graph.split.rules import (
-    Known,
+    Part,
     Piecewise,
+    Rows,
     aten,
     begin,
     computed_for,
     given,
+    is_mask,
     piecewise,
-    product_of_rows,
+    rows_of_product,
     shape_of,
 )
+
+_SMALL = 8
+"""As many times smaller than a product are rows that may be there as a whole."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +47,17 @@ class Run:
         rows: How many rows it has.
         steps: How each of its operations is computed for some rows, in the order of the graph.
         begins: The products that it begins with.
-        outputs: The results of its rows that the forward returns.
+        parts: Which of the rows of these are computed, where a slice leaves some out.
+        whole: Its rows that others read whole.
+        outputs: The results of its rows that the forward returns, and that are not whole.
         in_loss: Whether it ends in the loss; an MLP does not.
     """
 
     rows: int
     steps: Mapping[Node, Piecewise]
     begins: tuple[Node, ...]
+    parts: tuple[Part, ...]
+    whole: frozenset[Node]
     outputs: tuple[Node, ...]
     in_loss: bool
 
@@ -86,9 +99,9 @@ def find_runs(joint: GraphModule, forward_outputs: int, what: SplitRuns) -> tupl
     """
     graph = _Graph.of(joint, forward_outputs)
     products = [
-        (node, known.size)
+        (node, rows)
         for node in graph.nodes
-        if (known := product_of_rows(node)) is not None and node not in graph.backward
+        if (rows := rows_of_product(node)) is not None and node not in graph.backward
     ]
     found, why = _runs(graph, products, [], in_loss=True)
     if what == "auto":
@@ -143,39 +156,101 @@ def _overlapping(runs: Sequence[Run], run: Run) -> Run | None:
 def _run_of(graph: _Graph, begins: tuple[Node, ...], count: int, *, in_loss: bool) -> Run:
     nodes, backward = graph.nodes, graph.backward
     steps = {node: begin(node) for node in begins}
-    within = set(begins)
+    within, whole, at_once = set(begins), set[Node](), set[Node]()
     rows = {node: step.rows for node, step in steps.items() if step.rows is not None}
-    known = Known(count, rows)
+    of_slices = _OfSlices()
     for node in nodes:
-        if node in steps or node.op != "call_function" or within.isdisjoint(node.all_input_nodes):
+        if node in steps or node.op != "call_function" or is_mask(node):
             continue
-        step = piecewise(node, known)
+        read = within.intersection(node.all_input_nodes)
+        of_all = node not in backward and not at_once.isdisjoint(node.all_input_nodes)
+        if not read:
+            at_once |= {node} if of_all else set()
+            continue
+        small = in_loss and all(_is_small(n, begins) for n in read)
+        step = None if of_all and small else piecewise(node, rows)
         where = f"{node.target} of {module_of(node) or 'the model'}"
+        if step is None and small:
+            whole |= read
+            at_once |= {node} - backward
+            continue
         if step is None:
             raise _NoRunError(f"{where} needs all rows of {_shown(begins)} at once")
         if in_loss and step.kind == "product" and node not in backward:
             raise _NoRunError(f"{where} is another product of the rows of {_shown(begins)}")
         steps[node] = step
+        of_slices.add(node, step, [rows[n] for n in read if n in rows])
         if step.kind in ("rows", "several"):
             within.add(node)
             if step.rows is not None:
                 rows[node] = step.rows
+        else:
+            at_once |= {node} - backward
     _take_in(steps, min(n.meta["val"].numel() for n in begins), products=not in_loss)
-    outputs = tuple(node for node in steps if node in graph.returned and node in within)
-    if within & graph.gradients:
+    whole |= {n for n in within & graph.returned if in_loss and _is_small(n, begins)}
+    parts = of_slices.parts([r for step in steps.values() for r in (step.rows, *step.operands.values()) if r])
+    if parts is None or any(rows[n].parts != parts for n in whole):
+        raise _NoRunError(f"several slices of the rows of {_shown(begins)} are read, or some rows and all")
+    outputs = tuple(node for node in steps if node in graph.returned and node in within - whole)
+    if (within - whole) & graph.gradients:
         raise _NoRunError(f"the rows of {_shown(begins)} are a gradient that the step leaves")
     ends = [n for n, s in steps.items() if s.kind in (("sum", "mean") if in_loss else ("product",))]
     if not in_loss and (outputs or _reads_its_ends(graph, steps)):
         raise _NoRunError(f"what is computed of the rows of {_shown(begins)} is read with its rows")
-    if not any(n not in backward and n.meta["val"].is_floating_point() for n in ends):
+    if not any(n not in backward and n.meta["val"].is_floating_point() for n in (*ends, *whole)):
         raise _NoRunError(
             f"no loss is computed of the rows of {_shown(begins)} in the forward (where that is outside of "
             "the module, plan the function that computes it, with planner.step)"
         )
-    if not any(node in backward for node in steps):
+    if not in_loss and backward.isdisjoint(steps):
         raise _NoRunError(f"no gradient is computed of the rows of {_shown(begins)}")
     place = {node: i for i, node in enumerate(nodes)}
-    return Run(count, {n: steps[n] for n in sorted(steps, key=place.__getitem__)}, begins, outputs, in_loss)
+    if parts:
+        *_, (sizes, dim, first, last) = parts
+        count = math.prod(sizes) // sizes[dim] * (last - first)
+    ordered = {n: steps[n] for n in sorted(steps, key=place.__getitem__)}
+    return Run(count, ordered, begins, parts, frozenset(whole), outputs, in_loss)
+
+
+class _OfSlices:
+    """What a run computes of slices of its rows. Rows that are in no slice are left out, so that gradients of
+    all rows have to be zeros there."""
+
+    def __init__(self) -> None:
+        self._zeros = set[Node]()
+        self._ends = dict[Node, tuple[Part, ...]]()
+        self._parts: tuple[Part, ...] = ()
+
+    def add(self, node: Node, step: Piecewise, read: Sequence[Rows]) -> None:
+        """Add an operation that reads such rows of the run."""
+        before = max((rows.parts for rows in read), key=len, default=())
+        self._parts = max(self._parts, before, key=len)
+        for operand, rows in step.operands.items():
+            made = computed_for(operand, rows) if operand.target is aten.slice_backward.default else None
+            if made is not None and self._parts in [of.parts for of in made.operands.values()]:
+                self._zeros.add(operand)
+        zeros = self._zeros.intersection(node.all_input_nodes)
+        back = step.rows is not None and len(step.rows.parts) < len(before)
+        if (back and (zeros or before == self._parts)) or (zeros and is_linear(node, self._zeros)):
+            self._zeros.add(node)
+        if step.kind in ("sum", "mean", "product"):
+            self._ends[node] = before
+
+    def parts(self, rows: Sequence[Rows]) -> tuple[Part, ...] | None:
+        """The slices of which everything is computed; None where other rows are needed too."""
+        parts = max((r.parts for r in rows), key=len)
+        if any(parts[: len(r.parts)] != r.parts for r in rows):
+            return None
+        ends = all(of == parts or node in self._zeros for node, of in self._ends.items())
+        return parts if ends else None
+
+
+def _is_small(node: Node, begins: Sequence[Node]) -> bool:
+    """Whether rows are so small that all of them may be there at once."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and all(
+        value.numel() * _SMALL <= n.meta["val"].numel() for n in begins
+    )
 
 
 def _reads_its_ends(graph: _Graph, steps: Mapping[Node, Piecewise]) -> bool:
