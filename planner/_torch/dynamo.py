@@ -20,13 +20,10 @@ from torch._dynamo.utils import ExactWeakKeyDictionary
 
 from planner._torch.compat import of_graphs, takes_argument
 from planner._torch.layouts.shape_functions import layouts_of_kernels, widen_grouped_products
-from planner._torch.tracing.breaks.constant_conditions import decide_constant_conditions
 from planner._torch.tracing.breaks.gradients_inside import GRADIENTS_INSIDE
 from planner._torch.tracing.breaks.graph_breaks import reason_of
-from planner._torch.tracing.breaks.known_breaks import forget_known_breaks
 from planner._torch.tracing.callbacks import Callback, call_ours_in_any_stance
 from planner._torch.tracing.dynamo_patches import (
-    backend_of,
     go_on_inside_modules,
     nothing_told_or_timed,
     said_once,
@@ -237,7 +234,7 @@ def dynamo_compile(
     *,
     untraced: Untraced = lambda function, error: error is None,
     parts: int = 0,
-    decided: bool = False,
+    compiling: bool = False,
     unbroken: Callable[[], bool] = _never,
 ) -> Callable[..., Any]:
     """``torch.compile`` with our settings and static sizes, of a function that has a cache of its own.
@@ -246,15 +243,14 @@ def dynamo_compile(
         function, backend: The function to compile, and Dynamo's backend.
         untraced: See :data:`Untraced`; errors are raised if not given.
         parts: As for :func:`dynamo_settings`.
-        decided: Whether graphs go on at conditions that follow from constants and sizes alone, and libraries
-            are told that they are compiled. Each number that such a size has is then captured by itself.
+        compiling: Whether libraries are told that they are compiled.
         unbroken: Whether a break of the present capture is an error.
     """
     # The code after a break is the user's, whose cache all captures would share.
     alone: dict[str, Any] = (
         {"isolate_recompiles": True} if takes_argument("_optimize", "isolate_recompiles") else {}
     )
-    options = {"untraced": untraced, "parts": parts, "decided": decided, "unbroken": unbroken, **alone}
+    options = {"untraced": untraced, "parts": parts, "compiling": compiling, "unbroken": unbroken, **alone}
     return _optimized(_fresh(function), backend, symbolic=_never, **options)
 
 
@@ -268,7 +264,7 @@ def dynamo_compile_shapes(
     untraced: Sequence[Untraced],
     plain: Callable[[], bool],
     parts: int = 0,
-    decided: bool = False,
+    compiling: bool = False,
 ) -> list[Callable[..., Any]]:
     """``torch.compile`` for one shape that stays, and for all others, whose sizes become symbols.
 
@@ -281,16 +277,15 @@ def dynamo_compile_shapes(
             others.
         given_up: Called when a function was captured so often that Dynamo gives up.
         failed: Called with the error of a capture; the function then runs as it is.
-        often: Called once with how often the function was captured for a module, if that is often and not
-            decided.
+        often: Called once with how often the function was captured for a module, if that is often.
         untraced: By backend, see :data:`Untraced`.
         plain: Whether the present captures for the shape that stays have plain numbers, even where sizes vary
             among parts of the same code.
         parts: As for :func:`dynamo_settings`.
-        decided: As for :func:`dynamo_compile`.
+        compiling: As for :func:`dynamo_compile`.
     """
     options: dict[str, Any] = {"given_up": given_up, "failed": failed, "parts": parts}
-    options |= {"decided": decided, "often": None if decided else often}
+    options |= {"compiling": compiling, "often": often}
     if takes_argument("_optimize", "isolate_recompiles"):
         fresh = _fresh(function)
         options["isolate_recompiles"] = True
@@ -318,14 +313,11 @@ def _optimized(
     failed: Callable[[Exception], None] | None = None,
     often: Callable[[int], None] | None = None,
     parts: int = 0,
-    decided: bool = False,
+    compiling: bool = False,
     unbroken: Callable[[], bool] = _never,
     **options: Any,
 ) -> Callable[..., Any]:
-    trace_like_eager(backend, compiling=decided)
-    if decided:
-        decide_constant_conditions(backend, backend_of)
-    forget_known_breaks()
+    trace_like_eager(backend, compiling=compiling)
     widen_grouped_products()
     call_ours_in_any_stance()
     with switched_on():

@@ -135,18 +135,6 @@ PATCHES = (
         for_good=True,
     ),
     Patch(
-        f"{_DYNAMO}.symbolic_convert.InstructionTranslatorBase.run",
-        "a break ten calls below would be looked for once by each frame on the way",
-        "test_known_breaks",
-        for_good=True,
-    ),
-    Patch(
-        f"{_DYNAMO}.symbolic_convert.InstructionTranslatorBase.log_graph_break",
-        "the same: it notes where",
-        "test_known_breaks",
-        for_good=True,
-    ),
-    Patch(
         f"{_VARIABLES}.iter.DictViewIterator.reconstruct",
         "a break in a loop over an nn.ModuleDict could not go on",
         "test_long_loops",
@@ -206,18 +194,6 @@ PATCHES = (
         f"{_VARIABLES}.tensor.TensorVariable.method___setitem__",
         "AOTAutograd refuses a write through a mask that needs a gradient",
         "test_writes_at_indices",
-        for_good=True,
-    ),
-    Patch(
-        f"{_VARIABLES}.tensor.TensorVariable.method_item",
-        "a number that follows from sizes would end a graph of Inductor's",
-        "test_constant_conditions",
-        for_good=True,
-    ),
-    Patch(
-        "jumps by a condition",
-        "the same where code jumps by it",
-        "test_constant_conditions",
         for_good=True,
     ),
     Patch(
@@ -337,7 +313,7 @@ PATCHES = (
     Patch(
         "handler: questions",
         "libraries compute otherwise where torch.compiler.is_compiling() says so",
-        "test_constant_conditions",
+        "test_inductor",
         for_good=True,
     ),
     Patch(

@@ -82,7 +82,7 @@ def capture(
     accumulate: bool | None = None,
     regions: Sequence[str] = (),
     rank: Rank | None = None,
-    decided: bool = False,
+    compiling: bool = False,
     most: Most | None = None,
 ) -> CapturedStep:
     """Capture one training step, on a copy of the module.
@@ -95,7 +95,7 @@ def capture(
             parameters that have one now.
         regions: Names of the submodules that are graphs of their own.
         rank: The rank whose step it is; None for a single process.
-        decided: As for :func:`planner._torch.dynamo.dynamo_compile`.
+        compiling: As for :func:`planner._torch.dynamo.dynamo_compile`.
         most: More than that is an error; None for no bound.
 
     Raises:
@@ -103,7 +103,7 @@ def capture(
     """
     if (hindrance := hindering_mode()) is not None:
         raise CaptureError(f"{hindrance}: plan before it begins, or after it ended")
-    run = partial(_Capture.run, regions=regions, decided=decided, most=most)
+    run = partial(_Capture.run, regions=regions, compiling=compiling, most=most)
     return _on_a_copy(module, step, run, progress, cuda=cuda, accumulate=accumulate, rank=rank)
 
 
@@ -271,17 +271,17 @@ class _Capture:
         )
 
     def run(
-        self, regions: Sequence[str] = (), *, decided: bool = False, most: Most | None = None
+        self, regions: Sequence[str] = (), *, compiling: bool = False, most: Most | None = None
     ) -> CapturedStep:
         """Capture the step; see :func:`capture`."""
         runners = self._runners
         try:
-            return self._run(runners, regions, decided, most)
+            return self._run(runners, regions, compiling, most)
         finally:
             let_go(runners)
 
     def _run(
-        self, runners: list[GraphRunner], regions: Sequence[str], decided: bool, most: Most | None
+        self, runners: list[GraphRunner], regions: Sequence[str], compiling: bool, most: Most | None
     ) -> CapturedStep:
         module, report = self.copied.module, self.report
         with dynamo.dynamo_settings(), contextlib.ExitStack() as stack:
@@ -314,7 +314,7 @@ class _Capture:
                 unbroken=lambda: graphs is not None and len(runners) >= graphs,
             )
             untraced = UntracedFunctions(runners)
-            whole, region = (compile_(untraced=untraced, decided=decided) for _ in range(2))
+            whole, region = (compile_(untraced=untraced, compiling=compiling) for _ in range(2))
             target = Bound(running.during(whole, region), module)
             try:
                 with self._pass("capturing the forward"):

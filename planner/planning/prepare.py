@@ -302,7 +302,7 @@ def _captured(
         accumulate=options.accumulate,
         regions=regions,
         rank=rank,
-        decided=options.backend == "inductor",
+        compiling=options.backend == "inductor",
         most=most,
     )
 

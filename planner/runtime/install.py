@@ -320,7 +320,7 @@ def _compiled(
                 untraced=[backend.looked_at for backend in backends],
                 plain=lambda: not paths[0].is_settled,
                 parts=len(plan.model.regions),
-                decided=plan.target.backend == "inductor",
+                compiling=plan.target.backend == "inductor",
             )
             for _ in range(2)
         )

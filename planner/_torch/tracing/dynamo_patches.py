@@ -27,7 +27,6 @@ from planner._torch.tracing.breaks.break_patches import (
 )
 from planner._torch.tracing.breaks.calls_left_out import leave_out_calls
 from planner._torch.tracing.breaks.gradients_inside import follow_gradients_inside
-from planner._torch.tracing.breaks.known_breaks import break_where_it_broke
 from planner._torch.tracing.breaks.long_loops import (
     look_at_items_one_by_one,
     move_iterators_that_are_unpacked,
@@ -75,7 +74,6 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
     follow_gradients_inside(_is_ours)
     look_at_items_one_by_one(_is_ours)
     move_iterators_that_are_unpacked(_is_ours)
-    break_where_it_broke(_is_ours)
     mark_parameters_once(_is_lowered_to_eager)
     take_parts_of_lists_at_once(_is_ours)
 
