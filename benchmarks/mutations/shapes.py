@@ -150,22 +150,6 @@ SHAPES = [
         ),
     ),
     Mutation(
-        "changing-executions",
-        "A graph that changes its arguments runs its operations in each execution.",
-        "From the second on it is one operation that changes nothing.",
-        (
-            Change(
-                "planner/capture/graphs/alike_executions.py",
-                "_known(args, results) if unchanged else None",
-                "_known(args, results)",
-            ),
-        ),
-        (
-            "tests/capture/test_alike_executions.py::"
-            "test_what_is_no_single_operation_runs_each_time[changes an argument]",
-        ),
-    ),
-    Mutation(
         "views-beside",
         "A graph that hands on views, and computes beside them what the loss does not use, follows the plan.",
         "It is traced as if the loss used all of it.",

@@ -159,20 +159,6 @@ PATCHES = (
         for_good=True,
     ),
     Patch(
-        f"{_VARIABLES}.builder.VariableBuilder.wrap_module",
-        "all parameters of a model would be marked again behind each region",
-        "test_many_layers",
-        for_good=True,
-    ),
-    Patch(f"{_VARIABLES}.builder.og_module_named_parameters_fn_ptr", "the same", "test_many_layers"),
-    Patch(f"{_VARIABLES}.builder.og_module_named_buffers_fn_ptr", "the same", "test_many_layers"),
-    Patch(
-        f"{_VARIABLES}.nn_module.UnspecializedNNModuleVariable.mp_subscript_impl",
-        "for layer in self.layers[:n] would trace the making of a list of modules",
-        "test_many_layers",
-        for_good=True,
-    ),
-    Patch(
         f"{_VARIABLES}.nn_module.UnspecializedNNModuleVariable.call_function",
         "regions, planned modules and cuDNN's recurrent layers would be traced into",
         "test_regions",
@@ -238,14 +224,8 @@ PATCHES = (
         "test_tensor_subclasses",
     ),
     Patch(
-        f"{_AOT}._aot_autograd.graph_compile.aot_dispatch_autograd_graph",
-        "time: the first step would trace again what planning traced",
-        "test_traced_before",
-    ),
-    Patch(f"{_AOT}._aot_autograd.graph_capture._create_graph", "the same", "test_traced_before"),
-    Patch(
         f"{_AOT}.aot_autograd.run_functionalized_fw_and_collect_metadata",
-        "tangents are traced as they lie in the step; and the same graph is not looked at twice",
+        "tangents are traced as they lie in the step",
         "test_tangent_layouts",
     ),
     Patch(
