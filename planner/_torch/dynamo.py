@@ -34,7 +34,6 @@ from planner._torch.tracing.hindrances import (
     RunsAsItIs,
     guarded,
     left_alone,
-    looked_into,
     no_other_thread_traces,
     saved_tensors_are_changed,
     switched_on,
@@ -111,11 +110,6 @@ def dynamo_settings(*, symbolic: bool = False, parts: int = 0) -> Iterator[None]
         yield
 
 
-Untraced = Callable[[str, Exception | None], bool]
-"""Called with the qualified name of each function that Dynamo has looked at, and with the error if it could
-not trace it; errors of backends do not count. Returns whether the function then runs as written, with its
-calls captured; else the error is raised."""
-
 _OF_TRACING = (InternalTorchDynamoError, TorchRuntimeError, IndexError)
 """Errors of tracing; Dynamo passes an IndexError on as it is, since the traced code may handle it."""
 
@@ -155,11 +149,10 @@ class _WithSettings(Callback):
         often: Callable[[int], None] | None,
         parts: int,
         whole: CodeType,
-        untraced: Untraced,
         unbroken: Callable[[], bool],
     ) -> None:
         super().__init__(callback)
-        self._untraced, self._unbroken = untraced, unbroken
+        self._unbroken = unbroken
         self._symbolic, self._given_up, self._parts, self._whole = symbolic, given_up, parts, whole
         self._often = often
         self._captures: Any = ExactWeakKeyDictionary()  # of each module: regions share the code
@@ -191,11 +184,6 @@ class _WithSettings(Callback):
                 raise CaptureError(
                     f"the forward breaks into too many graphs; one ends at {reason_of(error)}. {NOT_A_GRAPH}"
                 ) from error
-            except _OF_TRACING as error:
-                if not self._untraced(frame.f_code.co_qualname, error):
-                    raise
-                return looked_into()
-        self._untraced(frame.f_code.co_qualname, None)
         self._captured.add(result)
         if result.guarded_code is not None:
             self._with_graphs[frame.f_code] = True
@@ -232,7 +220,6 @@ def dynamo_compile(
     function: FunctionType | Callable[..., Any],
     backend: Callable[..., Any],
     *,
-    untraced: Untraced = lambda function, error: error is None,
     parts: int = 0,
     compiling: bool = False,
     unbroken: Callable[[], bool] = _never,
@@ -241,7 +228,6 @@ def dynamo_compile(
 
     Args:
         function, backend: The function to compile, and Dynamo's backend.
-        untraced: See :data:`Untraced`; errors are raised if not given.
         parts: As for :func:`dynamo_settings`.
         compiling: Whether libraries are told that they are compiled.
         unbroken: Whether a break of the present capture is an error.
@@ -250,7 +236,7 @@ def dynamo_compile(
     alone: dict[str, Any] = (
         {"isolate_recompiles": True} if takes_argument("_optimize", "isolate_recompiles") else {}
     )
-    options = {"untraced": untraced, "parts": parts, "compiling": compiling, "unbroken": unbroken, **alone}
+    options = {"parts": parts, "compiling": compiling, "unbroken": unbroken, **alone}
     return _optimized(_fresh(function), backend, symbolic=_never, **options)
 
 
@@ -261,7 +247,6 @@ def dynamo_compile_shapes(
     failed: Callable[[Exception], None],
     often: Callable[[int], None],
     *,
-    untraced: Sequence[Untraced],
     plain: Callable[[], bool],
     parts: int = 0,
     compiling: bool = False,
@@ -278,7 +263,6 @@ def dynamo_compile_shapes(
         given_up: Called when a function was captured so often that Dynamo gives up.
         failed: Called with the error of a capture; the function then runs as it is.
         often: Called once with how often the function was captured for a module, if that is often.
-        untraced: By backend, see :data:`Untraced`.
         plain: Whether the present captures for the shape that stays have plain numbers, even where sizes vary
             among parts of the same code.
         parts: As for :func:`dynamo_settings`.
@@ -294,8 +278,8 @@ def dynamo_compile_shapes(
         functions = [_fresh(function) for _ in backends]
     symbolic = [lambda: not plain(), *[_always] * (len(backends) - 1)]
     return [
-        _optimized(of, backend, symbolic=now, untraced=told, **options)
-        for of, backend, now, told in zip(functions, backends, symbolic, untraced, strict=True)
+        _optimized(of, backend, symbolic=now, **options)
+        for of, backend, now in zip(functions, backends, symbolic, strict=True)
     ]
 
 
@@ -308,7 +292,6 @@ def _optimized(
     backend: Callable[..., Any],
     *,
     symbolic: Callable[[], bool],
-    untraced: Untraced,
     given_up: Callable[[], None] | None = None,
     failed: Callable[[Exception], None] | None = None,
     often: Callable[[int], None] | None = None,
@@ -324,7 +307,7 @@ def _optimized(
         context: Any = dynamo.optimize(backend, **options)
     # Dynamo would keep it there, and with it the plan's optimizer, for as long as the process runs.
     eval_frame.cached_backends.pop(id(eval_frame.innermost_backend(context.callback)), None)
-    rest = symbolic, given_up, often, parts, function.__code__, untraced, unbroken
+    rest = symbolic, given_up, often, parts, function.__code__, unbroken
     context.callback = _WithSettings(context.callback, *rest)
     if failed is not None:
         context.callback = RunsAsItIs(context.callback, failed)

@@ -37,7 +37,7 @@ from planner.capture.decided_by_data import told_by_data
 from planner.capture.differences import notes_on, warn_of_cpu_kernels, warn_of_other_gradients
 from planner.capture.external_accumulation import ask_for_per_use_gradients
 from planner.capture.graphs.graph_runner import GraphRunner
-from planner.capture.graphs.runners import UntracedFunctions, captured_graphs, collector, let_go, split_up
+from planner.capture.graphs.runners import captured_graphs, collector, let_go, split_up
 from planner.capture.module_calls import Bound, Marked, run_forward
 from planner.capture.on_a_copy import RunOfACopy, as_on_its_device, on_a_copy
 from planner.capture.recurrent_layers import recurrent_calls
@@ -61,7 +61,7 @@ class Most(NamedTuple):
     """What a step may be at most to be captured.
 
     Attributes:
-        graphs: With as many graphs, the next break is an error, and each is where data decide what runs.
+        graphs: With as many graphs, the next break is an error.
         operations: More in the forward that make something are an error; None for no bound.
     """
 
@@ -104,7 +104,7 @@ def capture(
     if (hindrance := hindering_mode()) is not None:
         raise CaptureError(f"{hindrance}: plan before it begins, or after it ended")
     run = partial(_Capture.run, regions=regions, compiling=compiling, most=most)
-    return _on_a_copy(module, step, run, progress, cuda=cuda, accumulate=accumulate, rank=rank)
+    return _on_a_copy(module, step, run, progress, cuda=cuda, accumulate=accumulate, rank=rank, graphs=True)
 
 
 def record_saving(
@@ -173,6 +173,7 @@ def _on_a_copy(
     cuda: CudaKernels | None,
     accumulate: bool | None,
     rank: Rank | None,
+    graphs: bool = False,
 ) -> _T:
     report = progress or (lambda text, fraction: None)
     added_to = gradients_there(module, accumulate)
@@ -181,7 +182,7 @@ def _on_a_copy(
         return use(_Capture(run, report, cuda if run.without_data else None, added_to, rank))
 
     with no_saved_tensors_hooks(), apart_from_a_backward():
-        return on_a_copy(module, step, capture_with, report, may_have_data=cuda is None)
+        return on_a_copy(module, step, capture_with, report, may_have_data=cuda is None, graphs=graphs)
 
 
 class _Capture:
@@ -300,11 +301,8 @@ class _Capture:
                 )
             report("capturing the forward", 0.2)
             counted = graph_breaks.counted_breaks()
-            cuda, data = self._cuda is not None, self.copied.data
-            # Where results decide the path, another step takes another one: that is no step of few graphs.
-            decides = self.copied.data or self.copied.answers is not None
-            graphs = None if most is None else 1 if decides else most.graphs
-            backend = collector(runners, module, chosen_lowering(), cuda=cuda, data=data)
+            graphs = None if most is None else most.graphs
+            backend = collector(runners, module, chosen_lowering(), cuda=self._cuda is not None)
             (running := RunningRegions(regions, refuse_in_checkpoint)).put_in(module)
             compile_ = partial(
                 dynamo.dynamo_compile,
@@ -313,14 +311,13 @@ class _Capture:
                 parts=len(regions),
                 unbroken=lambda: graphs is not None and len(runners) >= graphs,
             )
-            untraced = UntracedFunctions(runners)
-            whole, region = (compile_(untraced=untraced, compiling=compiling) for _ in range(2))
+            whole, region = (compile_(compiling=compiling) for _ in range(2))
             target = Bound(running.during(whole, region), module)
             try:
                 with self._pass("capturing the forward"):
                     self.copied.step.run(target)
                 if not runners:
-                    raise uncaptured.nothing_captured(counted, [*untraced.errors.values()])
+                    raise uncaptured.nothing_captured(counted)
                 recording, forward_events = self._compiled_pass(target, runners)
             finally:
                 for compiled in (whole, region):
@@ -333,7 +330,7 @@ class _Capture:
         ran = {e.graph.graph for e in recording.events if e.graph is not None}
         made = [runners[i].graph for i in sorted(ran)]
         if all(runners[i].joint is None for i in ran):
-            raise uncaptured.nothing_differentiated(made, counted, [*untraced.errors.values()])
+            raise uncaptured.nothing_differentiated(made, counted)
         return CapturedStep(
             captured_graphs(runners, ran),
             eager,
@@ -348,18 +345,14 @@ class _Capture:
                 -e.graph.allocating if e.graph is not None else bool(e.allocates)
                 for e in recording.events[:forward_events]
             ),
-            with_data=self.copied.data,
             autocast=autocast,
             notes=[
                 *self.notes,
                 *self.copied.notes,
-                *told_by_data(self.copied.answers),
                 *notes_on(runners, bool(regions)),
-                *untraced.notes,
                 *[NO_LOSS] * (self._no_loss and self.copied.step.in_flight is None),
             ],
             uncompiled=list(self._uncompiled),
-            untraced=list(untraced.errors),
             overwritten=[name for r in runners for name in r.written_inputs()],
             state_in_hooks=state_of(self.copied.hooks),
         )

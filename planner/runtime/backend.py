@@ -90,7 +90,6 @@ class PlanBackend:
         self._model, self._plan, self._warned_of_shapes, self._path = model, plan, warned_of_shapes, path
         self._calls, self._on_capture, self._host = calls, on_capture, host
         self._captured: Counter[str] = Counter()  # how many graphs of each structure
-        self._kept: Counter[str] = Counter()  # the same when Dynamo had finished the last function
         self._autocast: list[str] = []
         self._alike: dict[str, Alike] = {}
         self._warned_of_executions = False
@@ -112,22 +111,6 @@ class PlanBackend:
         if apart is None or self._knows(graph) or not self._knows(apart.rest):
             return self._callable(graph, example_inputs)
         return apart.together(self._callable(apart.rest, example_inputs))
-
-    def looked_at(self, function: str, error: Exception | None) -> bool:
-        """Note that Dynamo has looked at a function, see :data:`planner._torch.dynamo.Untraced`.
-
-        Args:
-            function: Its name.
-            error: Why Dynamo gave it up; its graphs do not run then, and do not count.
-
-        Returns:
-            Whether the plan expects this.
-        """
-        if error is None:
-            self._kept = self._captured.copy()
-        else:
-            self._captured = self._kept.copy()
-        return error is None or function in self._plan.untraced
 
     def _knows(self, graph: GraphModule) -> bool:
         structure = structure_of(graph)

@@ -317,7 +317,6 @@ def _compiled(
                 _not_captured_any_more,
                 _not_captured,
                 _captured_often,
-                untraced=[backend.looked_at for backend in backends],
                 plain=lambda: not paths[0].is_settled,
                 parts=len(plan.model.regions),
                 compiling=plan.target.backend == "inductor",

@@ -106,7 +106,6 @@ class GraphRunner:
         spec: How it was traced, once that is done; see :meth:`trace`.
         gradients: The gradients of its outputs in the probing pass. Once the graph is traced, ``layouts``
             holds the layouts that it was traced for.
-        never_runs: Whether PyTorch gave up the code that the graph was made for.
         casts: Its casts under autocast that eager would keep beyond the graph.
     """
 
@@ -118,15 +117,14 @@ class GraphRunner:
         lower: Lowering,
         *,
         cuda: bool = False,
-        data: bool = False,
     ) -> None:
         self.index, self.graph, self.example_inputs = index, graph, list(example_inputs)
         self._when_made = WhenMade.here(example_inputs)
-        self._lower, self._cuda, self._data = lower, cuda, data
+        self._lower, self._cuda = lower, cuda
         self.per_use_inputs: frozenset[int] = frozenset()
         self.spec = GraphSpec()
         self.gradients = TangentLayouts()
-        self.structure, self.never_runs = structure_of(graph), False
+        self.structure = structure_of(graph)
         self._compiled: Callable[..., Any] | None = None
         self._differentiated = differentiated_inputs(graph)
         self._probed = as_written(graph)
@@ -135,7 +133,7 @@ class GraphRunner:
         self._calls = 0
         self.home, self.places = index, tuple[int, ...]()
         self._variants: dict[int, GraphRunner] = {}  # by execution
-        self._recorded = RecordedGraph(index, lower, data=data)
+        self._recorded = RecordedGraph(index, lower)
         self.casts, self._written = AutocastCastCache(), WrittenInPlace(self._watch)
         self._order = RecordedArrivalOrder(lambda: self.recorder.pause() if self.recorder else nullcontext())
 
@@ -254,7 +252,6 @@ class GraphRunner:
                 self.example_inputs,
                 self._lower,
                 cuda=self._cuda,
-                data=self._data,
             )
             other.home, other.places = self.index, tuple(sorted(executions))
             other._when_made = self._when_made
