@@ -37,7 +37,7 @@ _SPARSE = "the data of a sparse tensor decide how much memory it takes, and whic
 
 
 _BY_DATA = (
-    "Graphs do not follow what data decide: plan such a step with backend='replay', or leave backend= out"
+    "Graphs do not follow what data decide. Plan such a step with backend='replay', or leave backend= out"
 )
 
 
@@ -108,9 +108,9 @@ def on_a_copy(
                 copied.let_go()
 
     if graphs:
+        if holds_sparse(module, step):
+            raise CaptureError(f"{_SPARSE}. {_BY_DATA}")
         try:
-            if holds_sparse(module, step):
-                raise NotWithoutDataError(_SPARSE)
             report("copying the module without its data", 0.0)
             return run(fake_copy, use)
         except NotWithoutDataError as error:

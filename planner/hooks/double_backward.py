@@ -126,11 +126,11 @@ class DoubleBackward(GraphHook):
             self._warned = True
             self._warn(
                 "gradients are to be differentiable (create_graph=True): the forward runs again without the "
-                "plan, and the step may exceed the budget. Where weights or inputs get gradients from anything "
-                "else in that backward, as from the output itself or from another such gradient, these are "
-                "added up in another order, and may differ in the last bits. From now on such calls run as they are, "
-                "without the plan. Put planner.step around the function that computes the loss, or plan with "
-                "backend='replay': both are exact"
+                "plan, and the step may exceed the budget. Where weights or inputs get gradients from "
+                "anything else in that backward, as from the output or from another such gradient, these are "
+                "added up in another order, and may differ in the last bits. From now on such calls run as "
+                "they are, without the plan. Put planner.step around the function that computes the loss, or "
+                "plan with backend='replay': both are exact"
             )
         args = tuple(map(_there, kept[0]))
         wanted = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.requires_grad]
