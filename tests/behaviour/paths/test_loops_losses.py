@@ -4,7 +4,6 @@ What they leave is equal bit for bit.
 """
 
 import copy
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
