@@ -24,7 +24,6 @@ from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.inductor.order import FREED, KEPT, realize_in_place
 from planner._torch.joint.aot import BoxedFunction
 from planner.errors import CaptureError, PlannerError
-from planner.graph.in_place import OnCopy, operator_in_place
 from planner.graph.overwritten import alias
 from planner.graph.replay import rng, rnn_reserve
 from planner.lowering.partition import Role, user_outputs
@@ -193,9 +192,7 @@ def _refuse(module: GraphModule) -> None:
         runs_again = node.target is rng.run_from_state
         reserves = node.target is rnn_reserve.with_reserve
         target: Any = node.args[3] if runs_again else node.args[0] if reserves else node.target
-        written = operators.writes(target) or operator_in_place(node) is not None
-        writes = isinstance(target, OnCopy) or (operators.may_draw(target) and written)
-        if reserves or writes:
+        if reserves or (operators.may_draw(target) and operators.writes(target)):
             raise CaptureError(
                 f"backend='inductor' cannot run {target}: it keeps a state, or draws in place; plan with "
                 "backend='eager'"

@@ -15,7 +15,6 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from planner._torch import operators
-from planner.graph.in_place import OnCopy, operator_in_place
 from planner.graph.replay_rule import ReplayRule, ReplayState, Take
 
 
@@ -33,10 +32,9 @@ class RandomNumbers(ReplayRule):
         return graph.call_function(generator_state, generator_device(node))
 
     def emit_again(self, graph: FxGraph, node: Node, take: Take, state: Node | None) -> Node:
-        device, in_place = generator_device(node), operator_in_place(node)
-        target: Any = node.target if in_place is None else OnCopy(in_place)
+        device = generator_device(node)
         args, kwargs = map_arg(node.args, take), map_arg(node.kwargs, take)
-        return graph.call_function(run_from_state, (state, *device, target, *args), kwargs)
+        return graph.call_function(run_from_state, (state, *device, node.target, *args), kwargs)
 
 
 RULES = (RandomNumbers(),)
