@@ -36,9 +36,7 @@ logger = logging.getLogger(__name__)
 _SPARSE = "the data of a sparse tensor decide how much memory it takes, and which operations run"
 
 
-_BY_DATA = (
-    "Graphs do not follow what data decide. Plan such a step with backend='replay', or leave backend= out"
-)
+_BY_DATA = "Graphs do not follow what data decide. Plan such a step with backend='replay', without regions="
 
 
 class NotWithoutDataError(CaptureError):

@@ -198,8 +198,7 @@ class Centred(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layer(x).tanh()
-        if x.sum() > 1e9:
-            x = x * 2
+        torch._dynamo.graph_break()
         return (x - self.centre).square().mean()
 
 

@@ -7,7 +7,7 @@ which may draw numbers without saying so, are run again in this way too. Emitted
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph as FxGraph
@@ -32,9 +32,9 @@ class RandomNumbers(ReplayRule):
         return graph.call_function(generator_state, generator_device(node))
 
     def emit_again(self, graph: FxGraph, node: Node, take: Take, state: Node | None) -> Node:
-        device = generator_device(node)
+        device, target = generator_device(node), cast(Any, node.target)
         args, kwargs = map_arg(node.args, take), map_arg(node.kwargs, take)
-        return graph.call_function(run_from_state, (state, *device, node.target, *args), kwargs)
+        return graph.call_function(run_from_state, (state, *device, target, *args), kwargs)
 
 
 RULES = (RandomNumbers(),)
