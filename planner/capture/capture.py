@@ -260,6 +260,7 @@ class _Capture:
             self.inputs,
             list(self.gradients.values()),
             self.arriving,
+            with_data=self.copied.data,
             autocast=autocast,
             notes=[
                 *self.notes,

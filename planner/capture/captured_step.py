@@ -60,6 +60,7 @@ class CapturedStep:
         arriving: Tensors like the gradients of outputs, where the next stage of a pipeline sends these.
         breaks: Where and why the forward was cut into graphs, a line each.
         eager_operations: Operations of the module's forward that no graph covers: they run as written.
+        with_data: Whether it took a run with data, since the data decide what runs.
         autocast: The regions of autocast around the step, as in ``cuda:bfloat16``.
         notes: Things that the user should know.
         uncompiled: Names of functions that the user compiles and that ran as written.
@@ -77,6 +78,7 @@ class CapturedStep:
     arriving: Sequence[torch.Tensor] = ()
     breaks: list[str] = field(default_factory=list)
     eager_operations: int = 0
+    with_data: bool = False
     autocast: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     uncompiled: list[str] = field(default_factory=list)

@@ -254,6 +254,11 @@ def _coverage(captured: CapturedStep) -> tuple[Coverage, list[str]]:
             f"{captured.eager_operations} operations between the graphs run as written; their memory "
             "counts as measured"
         )
+    if captured.with_data:
+        notes.append(
+            "data decide what runs, so the step was captured by running a copy of it; sizes that depend on "
+            "data are those of the example"
+        )
     if captured.eager_operations:
         return "partly-captured", notes
     return ("one-graph" if count == 1 else "several-graphs"), notes

@@ -122,16 +122,7 @@ def prepare(
         replayed.captured.notes.append(f"followed by replaying operators, not by a graph: {off}")
         return replayed
     if not _can_replay(model, options):
-        eager = replace(options, backend="eager")
-        try:
-            return _prepare(model, step, eager, progress=progress, like=like)
-        except CaptureError as error:
-            if not _is_sharded_whole(model, options):
-                raise
-            why = f"{error}"
-        replayed = _prepare(model, step, replace(options, backend="replay"), progress=progress, like=like)
-        replayed.captured.notes.append(f"followed by replaying operators, not by graphs: {why}")
-        return replayed
+        return _prepare(model, step, replace(options, backend="eager"), progress=progress, like=like)
     graphs, told, why = None, list[str](), ""
     try:
         with warnings_collected() as told:
@@ -170,12 +161,6 @@ def _can_replay(model: torch.nn.Module, options: PlanOptions) -> bool:
         and not isinstance(parallel, FSDP2)
         and not holds_dtensors(model)
     )
-
-
-def _is_sharded_whole(model: torch.nn.Module, options: PlanOptions) -> bool:
-    """Whether a step is one of ``fully_shard`` that can be replayed: of units that nobody named."""
-    sharded = isinstance(read_parallel(options.parallel), FSDP2)
-    return sharded and options.regions is None and options.in_flight is None and not holds_dtensors(model)
 
 
 @held_interrupts()

@@ -475,22 +475,6 @@ class TwoBlocks(nn.Module):
         return self.head(x).square().mean()
 
 
-class _Asks(TwoBlocks):
-    """Reads a number, which no graph does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if x.sum() > 0 else -x)
-
-
-def test_units_of_fully_shard_are_replayed_where_graphs_follow_no_step() -> None:
-    options: dict[str, Any] = {"budget": "100%", "solver": "none", "costs": "roofline"}
-    plan = planner.plan(_Asks(), torch.randn(8, 32), parallel=planner.FSDP2(2), **options)
-    assert plan.target.backend == "replay"
-    assert plan.model.regions == ["blocks.0", "blocks.1", "blocks.2"]
-    assert any("data decide" in note for note in plan.notes)
-    assert planner.plan(TwoBlocks(), torch.randn(8, 32), parallel=planner.FSDP2(2), **options).replay is None
-
-
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_units_of_fully_shard_are_regions(dtype: torch.dtype | None) -> None:
     torch.manual_seed(0)
