@@ -447,4 +447,17 @@ IN_PLACE = [
             "test_a_buffer_in_a_list_that_is_filled_behind_a_break_is_read_as_it_was",
         ),
     ),
+    Mutation(
+        "memory-lent",
+        "Memory that a graph writes to and reads by two tensors, unknown to PyTorch, is refused.",
+        "The graph reads what was there before.",
+        (
+            Change(
+                "planner/training_step/unseen_writes.py",
+                "        if start < end and number != last[0]:\n",
+                "        if False:\n",
+            ),
+        ),
+        ("tests/behaviour/memory/test_recycled_buffers.py::test_what_is_filled_through_dlpack",),
+    ),
 ]

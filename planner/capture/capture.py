@@ -61,7 +61,7 @@ class Most(NamedTuple):
     """What a step may be at most to be captured.
 
     Attributes:
-        graphs: With as many graphs, the next break is an error.
+        graphs: With as many graphs, the next break is an error, and each is where data decide what runs.
         operations: More in the forward that make something are an error; None for no bound.
     """
 
@@ -104,7 +104,7 @@ def capture(
     if (hindrance := hindering_mode()) is not None:
         raise CaptureError(f"{hindrance}: plan before it begins, or after it ended")
     run = partial(_Capture.run, regions=regions, compiling=compiling, most=most)
-    return _on_a_copy(module, step, run, progress, cuda=cuda, accumulate=accumulate, rank=rank, graphs=True)
+    return _on_a_copy(module, step, run, progress, cuda=cuda, accumulate=accumulate, rank=rank)
 
 
 def record_saving(
@@ -173,7 +173,6 @@ def _on_a_copy(
     cuda: CudaKernels | None,
     accumulate: bool | None,
     rank: Rank | None,
-    graphs: bool = False,
 ) -> _T:
     report = progress or (lambda text, fraction: None)
     added_to = gradients_there(module, accumulate)
@@ -182,7 +181,7 @@ def _on_a_copy(
         return use(_Capture(run, report, cuda if run.without_data else None, added_to, rank))
 
     with no_saved_tensors_hooks(), apart_from_a_backward():
-        return on_a_copy(module, step, capture_with, report, may_have_data=cuda is None, graphs=graphs)
+        return on_a_copy(module, step, capture_with, report, may_have_data=cuda is None)
 
 
 class _Capture:
@@ -301,8 +300,11 @@ class _Capture:
                 )
             report("capturing the forward", 0.2)
             counted = graph_breaks.counted_breaks()
-            graphs = None if most is None else most.graphs
-            backend = collector(runners, module, chosen_lowering(), cuda=self._cuda is not None)
+            cuda, data = self._cuda is not None, self.copied.data
+            # Where results decide the path, another step takes another one: that is no step of few graphs.
+            decides = self.copied.data or self.copied.answers is not None
+            graphs = None if most is None else 1 if decides else most.graphs
+            backend = collector(runners, module, chosen_lowering(), cuda=cuda, data=data)
             (running := RunningRegions(regions, refuse_in_checkpoint)).put_in(module)
             compile_ = partial(
                 dynamo.dynamo_compile,
@@ -345,10 +347,12 @@ class _Capture:
                 -e.graph.allocating if e.graph is not None else bool(e.allocates)
                 for e in recording.events[:forward_events]
             ),
+            with_data=self.copied.data,
             autocast=autocast,
             notes=[
                 *self.notes,
                 *self.copied.notes,
+                *told_by_data(self.copied.answers),
                 *notes_on(runners, bool(regions)),
                 *[NO_LOSS] * (self._no_loss and self.copied.step.in_flight is None),
             ],

@@ -36,9 +36,6 @@ logger = logging.getLogger(__name__)
 _SPARSE = "the data of a sparse tensor decide how much memory it takes, and which operations run"
 
 
-_BY_DATA = "Graphs do not follow what data decide. Plan such a step with backend='replay', without regions="
-
-
 class NotWithoutDataError(CaptureError):
     """The step does not run on tensors without data; it may run on tensors with data."""
 
@@ -73,13 +70,11 @@ def on_a_copy(
     report: Progress,
     *,
     may_have_data: bool = True,
-    graphs: bool = False,
 ) -> _T:
     """Call ``use`` with a copy without data; with a copy with data where the step does not run without.
 
     Where ``may_have_data`` is false, since another device will run the step, a copy with data runs once only
-    to note the numbers that the step reads; ``use`` then gets a copy without data that is told these. With
-    ``graphs``, where nothing else than graphs follow the step, it has to run without data.
+    to note the numbers that the step reads; ``use`` then gets a copy without data that is told these.
 
     Raises:
         CaptureError: The step runs neither way.
@@ -105,14 +100,6 @@ def on_a_copy(
                 put_right(left, copied.value_of)
                 copied.let_go()
 
-    if graphs:
-        if holds_sparse(module, step):
-            raise CaptureError(f"{_SPARSE}. {_BY_DATA}")
-        try:
-            report("copying the module without its data", 0.0)
-            return run(fake_copy, use)
-        except NotWithoutDataError as error:
-            raise CaptureError(f"{error}. {_BY_DATA}") from error
     told: _Copy | None = None
     if (off := graphs_are_off()) is not None:
         # Tensors without data change with every version of PyTorch; those with data do not.

@@ -3,7 +3,7 @@
 import ctypes
 import weakref
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -45,6 +45,23 @@ class UnseenWrites:
         known = reference is not None and reference() is not None
         self._seen[key] = (reference if known else weakref.ref(storage), now)
         return known and now != before
+
+
+def in_memory_of_others(tensors: Mapping[int, torch.Tensor]) -> set[int]:
+    """Keys of tensors whose storages overlap without PyTorch knowing it, as of tensors that numpy or DLPack
+    hand back."""
+    overlapping, end, last = set[int](), 0, (-1, -1)
+    spans = []
+    for key, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        if storage.device.type == "cpu" and storage.nbytes() and (address := _address(storage)):
+            spans.append((address, storage.nbytes(), storage_number(storage), key))
+    for start, size, number, key in sorted(spans):
+        if start < end and number != last[0]:
+            overlapping |= {key, last[1]}
+        if start + size > end:
+            end, last = start + size, (number, key)
+    return overlapping
 
 
 def _digest(storage: torch.UntypedStorage) -> int:

@@ -198,7 +198,8 @@ class Centred(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layer(x).tanh()
-        torch._dynamo.graph_break()
+        if x.sum() > 1e9:
+            x = x * 2
         return (x - self.centre).square().mean()
 
 

@@ -43,6 +43,7 @@ from planner.hooks.unused_outputs import UnusedOutputs
 from planner.hooks.written_in_place import WrittenInPlace
 from planner.lowering.lowerings import Lowering
 from planner.training_step.recorder import StepRecorder
+from planner.training_step.unseen_writes import in_memory_of_others
 
 _MOST_VARIANTS = 4
 """A bound, since each variant takes the time to trace a graph."""
@@ -116,10 +117,11 @@ class GraphRunner:
         lower: Lowering,
         *,
         cuda: bool = False,
+        data: bool = False,
     ) -> None:
         self.index, self.graph, self.example_inputs = index, graph, list(example_inputs)
         self._when_made = WhenMade.here(example_inputs)
-        self._lower, self._cuda = lower, cuda
+        self._lower, self._cuda, self._data = lower, cuda, data
         self.per_use_inputs: frozenset[int] = frozenset()
         self.spec = GraphSpec()
         self.gradients = TangentLayouts()
@@ -127,11 +129,12 @@ class GraphRunner:
         self._compiled: Callable[..., Any] | None = None
         self._differentiated = differentiated_inputs(graph)
         self._probed = as_written(graph)
+        self._lent = set[int]()
         self._without: tuple[int, ...] = ()
         self._calls = 0
         self.home, self.places = index, tuple[int, ...]()
         self._variants: dict[int, GraphRunner] = {}  # by execution
-        self._recorded = RecordedGraph(index, lower)
+        self._recorded = RecordedGraph(index, lower, data=data)
         self.casts, self._written = AutocastCastCache(), WrittenInPlace(self._watch)
         self._order = RecordedArrivalOrder(lambda: self.recorder.pause() if self.recorder else nullcontext())
 
@@ -169,6 +172,7 @@ class GraphRunner:
         outputs = list(self._probed(*args))
         self._recorded.known.append(fake_values.known_values(outputs))
         tensors = {i: a for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
+        self._lent |= in_memory_of_others(tensors)
         given = set(map(fake.storage_key, tensors.values()))
         handed = Counter(fake.storage_key(t) for t in outputs if isinstance(t, torch.Tensor))
         for i, tensor in enumerate(outputs):
@@ -205,15 +209,15 @@ class GraphRunner:
         inputs = self.graph.graph.find_nodes(op="placeholder")
         positions = {aot_metadata.input_position(primal) for primal in self.joint.to_copy}
         changed = {aot_metadata.input_position(self.joint.primals[i]) for i in self.joint.mutated}
-        uncounted = self._written.uncounted_inputs - positions - changed
+        uncounted = (self._written.uncounted_inputs - positions - changed) | (self._lent & changed)
         lost = [described_input(inputs[i]) for i in uncounted]
         for i in self._written.uncounted_outputs:
             shape = "x".join(map(str, _value(self.joint.outputs[0][i]).shape))
             lost.append(f"a result of {shape} of a part of the forward")
         if lost:
             raise CaptureError(
-                f"{min(lost)} is written to in the forward by .data, which PyTorch does not count, and "
-                "the plan would read it again. Write to it under torch.no_grad(), or to a copy, "
+                f"{min(lost)} is written to in the forward by .data, numpy or DLPack, which PyTorch does not "
+                "count, and the plan would read it again. Write to it under torch.no_grad(), or to a copy, "
                 "or plan with backend='replay'"
             )
         return [described_input(inputs[i]) for i in sorted(self._written.inputs) if i in positions]
@@ -249,6 +253,7 @@ class GraphRunner:
                 self.example_inputs,
                 self._lower,
                 cuda=self._cuda,
+                data=self._data,
             )
             other.home, other.places = self.index, tuple(sorted(executions))
             other._when_made = self._when_made

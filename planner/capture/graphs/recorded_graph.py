@@ -1,6 +1,7 @@
 """What stands for a Dynamo graph in the compiled pass: a forward and a backward that are recorded.
 
-They return tensors without data, in one event each.
+They return their results in one event each: tensors without data or, in a step that runs with data, the
+computed ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from planner._torch import fake
+from planner._torch.execution.function_calls import DIFFERENTIATED_TWICE
 from planner._torch.joint import aot
 from planner._torch.joint.graph_modules import graph_module
 from planner._torch.without_data import fake_values
@@ -18,6 +20,7 @@ from planner.capture.graphs.graph_call import GraphCall
 from planner.graph.joint_graph import JointGraph
 from planner.graph.passes.in_place_accumulation import leaves_as_view
 from planner.lowering.lowerings import Lowering
+from planner.lowering.partition import Partition, no_recomputation, partition
 from planner.training_step.recorder import StepRecorder
 
 
@@ -27,6 +30,7 @@ class RecordedGraph:
     Args:
         index: The index of its runner.
         lower: Makes functions of graphs.
+        data: Whether the step runs with data.
 
     Attributes:
         joint: The joint graph, once it is traced; None where there is nothing to differentiate.
@@ -34,22 +38,27 @@ class RecordedGraph:
         recorder: Records every execution, see :meth:`begin`.
     """
 
-    def __init__(self, index: int, lower: Lowering) -> None:
-        self._index, self._lower = index, lower
+    def __init__(self, index: int, lower: Lowering, *, data: bool) -> None:
+        self._index, self._lower, self._data = index, lower, data
         self.joint: JointGraph | None = None
         self.known: list[list[torch.Tensor | None]] = []
         self.recorder: StepRecorder | None = None
+        self._halves: Partition | None = None  # of the joint graph, where there are data
         self._executions = 0
         self._execution_of: dict[int, int] = {}  # by the token that its forward saves
+        self._saved: dict[int, list[Any]] = {}  # by execution, where there are data
 
     def begin(self, recorder: StepRecorder) -> None:
         """Record the executions of the step that now begins."""
         self.recorder, self._executions = recorder, 0
         self._execution_of.clear()
+        self._saved.clear()
 
     def halves(self, joint: JointGraph) -> tuple[GraphModule, GraphModule]:
         """Stand-ins for forward and backward of a joint graph, which AOTAutograd compiles in their place."""
         self.joint = joint
+        if self._data:
+            self._halves = partition(joint, no_recomputation(joint))
         outputs, gradients = joint.outputs
         # The forward "saves" one empty token, which tells its backward which execution it belongs to.
         forward = torch.fx.Graph()
@@ -69,7 +78,8 @@ class RecordedGraph:
         if self.joint is None:  # gradients arrive at views of inputs only
             function = self._lower(module, "forward")
             return lambda args: self.record(lambda: function(args), list(args))
-        joint = self.joint
+        joint, halves = self.joint, self._halves
+        forward = None if halves is None else self._lower(halves.forward, "forward")
 
         def run(args: list[Any]) -> Sequence[Any]:
             arguments, execution = list(args), self._executions
@@ -78,9 +88,12 @@ class RecordedGraph:
             self._executions += 1
             with self.recorder.pause():
                 token = torch.empty(0)
-                values = [_value(o) for o in joint.outputs[0]]
-                results = fresh_results(values, [_value(p) for p in joint.primals], arguments)
-                self._remember(results, execution)
+                if forward is not None:
+                    results = self._run_forward(forward, arguments, execution)
+                else:
+                    values = [_value(o) for o in joint.outputs[0]]
+                    results = fresh_results(values, [_value(p) for p in joint.primals], arguments)
+                    self._remember(results, execution)
                 self._execution_of[fake.storage_key(token)] = execution
             self._call(arguments, [*results, token], backward=False, instance=execution, saves=True)
             return [*results, token]
@@ -89,6 +102,8 @@ class RecordedGraph:
 
     def backward(self, _module: GraphModule) -> aot.BoxedFunction:
         """The backward that runs, and is recorded, in place of a stand-in."""
+        halves = self._halves
+        backward = None if halves is None else self._lower(halves.backward, "backward")
         gradients = self.joint.outputs[1] if self.joint is not None else []
         views = [i for i, g in enumerate(gradients) if isinstance(g, torch.fx.Node) and leaves_as_view(g)]
 
@@ -99,12 +114,34 @@ class RecordedGraph:
             assert self.joint is not None
             instance = self._execution_of[fake.storage_key(token)]
             with self.recorder.pause():
-                values = [_value(o) for o in self.joint.outputs[1]]
-                results = fresh_results(values, [_value(t) for t in self.joint.tangents], tangents, views)
+                if backward is not None:
+                    if instance not in self._saved:
+                        raise RuntimeError(DIFFERENTIATED_TWICE)
+                    results = list(backward([*self._saved.pop(instance), *tangents]))
+                else:
+                    values = [_value(o) for o in self.joint.outputs[1]]
+                    results = fresh_results(values, [_value(t) for t in self.joint.tangents], tangents, views)
             self._call(tangents, results, backward=True, instance=instance)
             return results
 
         return run
+
+    def _run_forward(self, forward: aot.BoxedFunction, arguments: list[Any], execution: int) -> list[Any]:
+        """Run the forward with data; of tensors that others see too, save copies, so as not to hold them."""
+        assert self.joint is not None
+        assert self.recorder is not None
+        results = list(forward(list(arguments)))
+        outputs, saved = results[: self.joint.forward_outputs], results[self.joint.forward_outputs :]
+        seen = {fake.storage_key(t) for t in outputs if isinstance(t, torch.Tensor)}
+        seen |= {
+            fake.storage_key(a)
+            for a in arguments
+            if isinstance(a, torch.Tensor) and self.recorder.index_of(a) >= 0
+        }
+        self._saved[execution] = [
+            t.clone() if isinstance(t, torch.Tensor) and fake.storage_key(t) in seen else t for t in saved
+        ]
+        return outputs
 
     def record(self, run: Callable[[], Sequence[Any]], arguments: list[Any]) -> Sequence[Any]:
         """Run a graph of which the step differentiates nothing, and record its operations: a planned step
@@ -113,7 +150,8 @@ class RecordedGraph:
         execution, before = self._executions, len(self.recorder.recording.events)
         self._executions += 1
         results = list(run())
-        self._remember(results, execution)
+        if not self._data:
+            self._remember(results, execution)
         made = sum(bool(event.allocates) for event in self.recorder.recording.events[before:])
         self._call(arguments, results, backward=False, instance=execution, allocating=made)
         return results

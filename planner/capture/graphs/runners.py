@@ -63,10 +63,12 @@ def collector(
     lower: Lowering,
     *,
     cuda: bool = False,
+    data: bool = False,
 ) -> Callable[..., Any]:
     """A Dynamo backend that puts a runner in the place of every graph of a module, and into ``runners``.
 
-    With ``cuda`` the graphs will run on CUDA, wherever their tensors without data are.
+    With ``cuda`` the graphs will run on CUDA, wherever their tensors without data are. With ``data``
+    they compute their results, by functions that ``lower`` makes; else they return tensors without data.
     """
 
     names = ModuleNames(module)
@@ -77,7 +79,7 @@ def collector(
         apart = views_outside(graph)
         if apart is not None:
             graph, example_inputs = apart.rest, apart.inputs(example_inputs)
-        runner = GraphRunner(len(runners), graph, example_inputs, lower, cuda=cuda)
+        runner = GraphRunner(len(runners), graph, example_inputs, lower, cuda=cuda, data=data)
         runners.append(runner)
         return runner if apart is None else apart.around(runner)
 

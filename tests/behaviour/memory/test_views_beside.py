@@ -21,6 +21,17 @@ class _Unused(Layers):
         return z.sin().square().mean()
 
 
+class _Counted(Layers):
+    """What is computed beside the view is looked at by an operation that ends the graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.run(x)
+        torch._dynamo.graph_break()
+        flat = y.flatten()
+        positive = (y.exp() * 2).flatten().nonzero()  # all of them, whatever dropout leaves out
+        return flat[positive[:, 0]].square().mean()
+
+
 class _Repeated(Layers):
     """A part that runs in each of several iterations, of which the last result alone is used."""
 
@@ -35,7 +46,7 @@ class _Repeated(Layers):
 
 
 @pytest.mark.graphs
-@pytest.mark.parametrize("build", [_Unused, _Repeated])
+@pytest.mark.parametrize("build", [_Unused, _Counted, _Repeated])
 def test_the_step_follows_its_plan(build: type[Layers]) -> None:
     torch.manual_seed(0)
     model, twin = build(1), build(1)

@@ -31,8 +31,8 @@ _CREATE_GRAPH = 4
 def follow_gradients_inside(is_ours: IsOurs) -> None:
     """Give up some calls that Dynamo gets wrong.
 
-    It traces ``tensor.backward()`` as plain operations; in eager that runs the hooks of parameters and adds to
-    gradients in place.
+    It traces ``tensor.backward()`` as plain operations; in eager that runs the hooks of parameters and adds
+    to gradients in place.
     """
     for differentiate in (torch.autograd.grad, torch._functorch.eager_transforms._autograd_grad):
         by_default = differentiate is not torch.autograd.grad
