@@ -46,7 +46,11 @@ def results_in_place() -> Iterator[None]:
             return original(self, func, types, args, kwargs)
 
     with replaced(FunctionalTensorMode, {"__torch_dispatch__": dispatch}):
-        yield
+        try:
+            yield
+        except CaptureError as error:
+            error.args = (str(error).partition("\n")[0],)  # torch.fx adds what it was executing
+            raise
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> Sequence[Any]:
