@@ -191,21 +191,6 @@ SHAPES = [
         ("tests/behaviour/paths/test_other_paths.py::test_it_is_planned_at_the_largest_sizes",),
     ),
     Mutation(
-        "gradients-not-for-none",
-        "A graph ends where torch.autograd.grad gives None, unless only weights of the graph lead there.",
-        "The code behind it goes on with None, and the gradient lacks what leads through another graph.",
-        (
-            Change(
-                "planner/_torch/tracing/breaks/gradients_inside.py",
-                "if not by_default and _lacks_some(found)",
-                "if False and _lacks_some(found)",
-            ),
-        ),
-        (
-            "tests/behaviour/gradients/test_force_fields.py::test_a_path_that_the_plan_has_not_seen_takes_no_gradient_for_none",
-        ),
-    ),
-    Mutation(
         "inputs-require-gradients-as-given",
         "Planning gives the forward inputs as each step does, before it makes them require gradients.",
         "They require gradients from the second pass on, and the forward takes another path in training.",
