@@ -191,6 +191,19 @@ EXACTNESS = [
         ),
     ),
     Mutation(
+        "writes-through-masks",
+        "Learned values that are written through a mask are planned around, and the peak is as predicted.",
+        "Only indices that are numbers end a graph.",
+        (
+            Change(
+                "planner/_torch/tracing/breaks/calls_left_out.py",
+                "    _leave_out_writes_through_masks(is_ours)\n",
+                "",
+            ),
+        ),
+        ("tests/behaviour/paths/test_numpy.py::test_a_token_that_is_written_through_a_mask",),
+    ),
+    Mutation(
         "data-decide",
         "What cannot be traced when it runs, since data decide sizes, gives a warning.",
         "Dynamo goes on without the plan, silently.",

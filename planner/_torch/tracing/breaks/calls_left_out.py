@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
@@ -46,6 +47,7 @@ def leave_out_calls(is_ours: IsOurs) -> None:
     """End graphs of captures of ours before such calls."""
     _leave_out_settings(is_ours)
     _leave_out_handled_errors(is_ours)
+    _leave_out_writes_through_masks(is_ours)
     _leave_out_recurrent_layers(is_ours)
     _leave_out_where("operators taken apart", torch.bilinear, is_ours, _casts_inside)
     observe = torch.fused_moving_avg_obs_fake_quant
@@ -105,6 +107,34 @@ def _is_handled(tx: Any) -> bool:
             return True
         tx = tx.parent
     return False
+
+
+def _leave_out_writes_through_masks(is_ours: IsOurs) -> None:
+    """End a graph at a write through a boolean mask that needs a gradient, as ``x[mask] = token`` does.
+
+    Data decide how many elements are written. AOTAutograd refuses such a graph when it traces the backward;
+    Dynamo does not notice before.
+    """
+    write = TensorVariable.method___setitem__
+
+    def unless_masked(self: Any, tx: Any, key: Any, value: Any) -> Any:
+        written = _example(value)
+        if written is not None and written.requires_grad and is_ours(tx):
+            keys = key.items if isinstance(key, TupleVariable) else [key]
+            if any(tensor is not None and tensor.dtype is torch.bool for tensor in map(_example, keys)):
+                why = "What is written through a mask needs a gradient, whose size is data."
+                end_graph("a write through a mask", why)
+        return write(self, tx, key, value)
+
+    replace(TensorVariable, "method___setitem__", unless_masked)
+
+
+def _example(variable: Any) -> torch.Tensor | None:
+    """The tensor without data that a variable of Dynamo's stands for, if it is one."""
+    if not isinstance(variable, TensorVariable):
+        return None
+    tensor = variable.as_proxy().node.meta.get("example_value")
+    return tensor if isinstance(tensor, torch.Tensor) else None
 
 
 def _leave_out_recurrent_layers(is_ours: IsOurs) -> None:
