@@ -240,7 +240,7 @@ EXACTNESS = [
                 "    if False:\n",
             ),
         ),
-        ("tests/graph/test_in_place.py::test_graphs_follow_other_writes[_looks_elsewhere]",),
+        ("tests/graph/test_in_place.py::test_writes_into_a_stretch_of_a_result",),
     ),
     Mutation(
         "masks-before-pooling",

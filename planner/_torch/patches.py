@@ -251,7 +251,7 @@ PATCHES = (
     ),
     Patch(
         "torch._subclasses.functional_tensor.FunctionalTensorMode.__torch_dispatch__",
-        "writes in place whose functional forms have other strides would not be refused",
+        "results of writes in place would have strides of their functional forms",
         "test_in_place",
     ),
     # ---- Inductor -----------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from planner._torch import fake, operators
 from planner._torch.execution.op_bindings import same_sizes, same_steps
 from planner._torch.execution.sign_operators import MASK_GRADIENT, MASK_GRADIENT_
 from planner._torch.joint import aot_metadata
+from planner.graph.in_place import operator_in_place
 from planner.graph.known_strides import has_one, with_known_strides
 from planner.graph.passes.in_place_accumulation import is_sum_in_place
 from planner.graph.replay import rule_of
@@ -215,7 +216,7 @@ class _Storages:
 
     def positions(self, node: Node) -> tuple[int, ...]:
         """The arguments of a node that it may write over, if they are free."""
-        if node.target not in _WRITERS:
+        if node.target not in _WRITERS or operator_in_place(node) is not None:
             return ()
         value = node.meta.get("val")
         if (

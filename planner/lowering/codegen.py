@@ -28,6 +28,7 @@ from planner._torch.execution import (
 from planner._torch.fake import concrete_size, tree_leaves
 from planner._torch.joint.aot import BoxedFunction
 from planner.graph.dying_operands import writing
+from planner.graph.in_place import OnCopy, operator_in_place
 from planner.graph.passes.in_place_accumulation import add_as_in_place, is_sum_in_place
 from planner.lowering.gradients_handed_out import hand_out_no_views
 from planner.lowering.partition import RUN_TOGETHER
@@ -136,6 +137,9 @@ class _Writer:
         target = node.target
         if target is operator.getitem:
             return f"{self._text(node.args[0])}[{self._text(node.args[1])}]"
+        in_place = operator_in_place(node)
+        if in_place is not None:
+            return self._written(OnCopy(op_bindings.raw_callable(in_place)), str(in_place), node)
         if target is aten.view.default or (target is aten._unsafe_view.default and node not in self._results):
             # A view fails where the real strides of a kernel's result are not those without data.
             return self._written(op_bindings.RESHAPE, "reshape", node, sizes_in_tuples=True)

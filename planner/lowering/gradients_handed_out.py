@@ -14,6 +14,7 @@ from torch.fx import Node
 from planner._torch import fake
 from planner._torch.operators import returns_no_views
 from planner.graph.dying_operands import writing
+from planner.graph.in_place import operator_in_place
 from planner.graph.passes.in_place_accumulation import is_sum_in_place, leaves_as_view
 
 aten = torch.ops.aten
@@ -52,7 +53,7 @@ def _may_be_view(node: Node, given: set[int]) -> bool:
         return False
     if value.layout is not torch.strided or fake.storage_key(value) in given:
         return False
-    if writing(node) or is_sum_in_place(node):
+    if operator_in_place(node) or writing(node) or is_sum_in_place(node):
         return True
     made: Node = node
     while made.target is operator.getitem:

@@ -24,6 +24,7 @@ from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.inductor.order import FREED, KEPT, realize_in_place
 from planner._torch.joint.aot import BoxedFunction
 from planner.errors import CaptureError, PlannerError
+from planner.graph.in_place import OnCopy, operator_in_place
 from planner.graph.overwritten import alias
 from planner.graph.replay import rng, rnn_reserve
 from planner.lowering.partition import Role, user_outputs
@@ -192,7 +193,9 @@ def _refuse(module: GraphModule) -> None:
         runs_again = node.target is rng.run_from_state
         reserves = node.target is rnn_reserve.with_reserve
         target: Any = node.args[3] if runs_again else node.args[0] if reserves else node.target
-        if reserves or (operators.may_draw(target) and operators.writes(target)):
+        written = operators.writes(target) or operator_in_place(node) is not None
+        writes = isinstance(target, OnCopy) or (operators.may_draw(target) and written)
+        if reserves or writes:
             raise CaptureError(
                 f"backend='inductor' cannot run {target}: it keeps a state, or draws in place; plan with "
                 "backend='eager'"

@@ -20,6 +20,7 @@ from planner.costs.eager_timeline import EagerTimeline, eager_timeline, real_siz
 from planner.costs.roofline import Costs, roofline
 from planner.costs.workspace import NOT_RUN, OpMemory, Workspaces
 from planner.graph.dying_operands import writing
+from planner.graph.in_place import operator_in_place
 from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.overwritten import copy_bytes
 from planner.heap import made_to_stay
@@ -386,5 +387,5 @@ def _call_of(node: Node) -> Call:
     into = writing(node)
     args: Sequence[Any]
     args, kwargs = map_arg((node.args, node.kwargs if into is None else into.kwargs(node)), example)
-    func: Any = node.target if into is None else into.operator
+    func: Any = operator_in_place(node) or (node.target if into is None else into.operator)
     return Call(func, args, kwargs)

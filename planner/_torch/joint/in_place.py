@@ -1,9 +1,4 @@
-"""Functionalisation: refuse writes in place whose traced results have other strides.
-
-AOTAutograd traces ``a.sigmoid_()`` as ``sigmoid(a)``, a tensor of its own, which is contiguous where ``a``
-was a part of a larger tensor (a chunk of a recurrent cell's gates). Kernels take other paths for it, in the
-backward too, and some (``normal_``) even draw other numbers. No graph follows such a step.
-"""
+"""Functionalisation: find writes in place whose traced results have other strides."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -12,12 +7,22 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    set_meta,
+    track_tensor,
+)
 
 from planner._torch.autograd import InfrastructureMode
 from planner._torch.execution.op_bindings import is_row_by_row, same_steps
 from planner._torch.operators import OpOverload, uses_generator
 from planner._torch.patches import replaced
-from planner.errors import CaptureError
+
+IN_PLACE_OPERATOR = "planner_in_place"
+"""Key in a node's ``meta``: the operator that writes in place."""
 
 _MOVES = frozenset({
     "aten::copy_", "aten::fill_", "aten::zero_", "aten::index_put_", "aten::_index_put_impl_", "aten::put_",
@@ -31,10 +36,9 @@ _ROUND_COMPLEX_OTHERWISE = frozenset({"aten::addr_"})
 
 @contextlib.contextmanager
 def results_in_place() -> Iterator[None]:
-    """A context for tracing, in which results of writes in place lie as the tensor that is written to.
+    """A context for tracing: results of writes in place have the strides of the tensor that is written to.
 
-    Raises:
-        CaptureError: The functional form of a write has other strides.
+    The nodes whose functional forms have other strides are marked, see :mod:`planner.graph.in_place`.
     """
     original = FunctionalTensorMode.__torch_dispatch__
 
@@ -46,11 +50,7 @@ def results_in_place() -> Iterator[None]:
             return original(self, func, types, args, kwargs)
 
     with replaced(FunctionalTensorMode, {"__torch_dispatch__": dispatch}):
-        try:
-            yield
-        except CaptureError as error:
-            error.args = (str(error).partition("\n")[0],)  # torch.fx adds what it was executing
-            raise
+        yield
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> Sequence[Any]:
@@ -81,7 +81,7 @@ def _element_by_element(func: OpOverload) -> bool:
 
 
 class _Watch(InfrastructureMode):
-    """Watches the functional form of one write in place."""
+    """Watches the functional form of one write in place, and gives its results the right strides."""
 
     def __init__(self, func: OpOverload, written: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -104,20 +104,51 @@ class _Watch(InfrastructureMode):
             return result
         self._seen = True
         alike = all(self._lies_alike(a, like) for a, like in zip(results, given, strict=True))
-        # Tensors whose values are known are masks and indices: these are read alike wherever they lie.
-        if not alike and all(isinstance(r, FakeTensor) and r.constant is None for r in results):
-            sizes = ", ".join("x".join(map(str, tensor.shape)) for tensor in given)
-            raise CaptureError(
-                f"{self._func} writes in place to a tensor ({sizes}) that lies in a larger one, or has no "
-                "order of rows, and a graph would compute or draw other numbers. Plan with backend='replay', "
-                "or leave backend= out: the plan then follows the step as it is written. Or write to a copy "
-                "(y = y.sigmoid(), not y.sigmoid_())"
-            )
-        return result
+        if alike or not all(map(_can_move, results)):
+            return result
+        moved = _moved(results, given, self._func)
+        return moved if isinstance(result, list | tuple) else moved[0]
 
     def _lies_alike(self, result: torch.Tensor, written: torch.Tensor) -> bool:
         if result.is_complex() and self._func._schema.name in _ROUND_COMPLEX_OTHERWISE:
             return False
         # For other operators PyTorch's shape functions may give other strides than the kernel (`uniform`).
         alike = _element_by_element(self._func) or is_row_by_row(written)
-        return alike and same_steps(result, written)
+        return alike and result.dtype is written.dtype and same_steps(result, written)
+
+
+def _can_move(result: Any) -> bool:
+    # Known values stay with the tensor that they are the values of.
+    return isinstance(result, FakeTensor) and result.constant is None
+
+
+def _moved(results: Sequence[torch.Tensor], written: Sequence[torch.Tensor], func: OpOverload) -> list[Any]:
+    """Tensors without data in the place of others, as the results of the same node of a trace."""
+    with disable_proxy_modes_tracing():
+        moved = [laid_out_like(tensor) for tensor in written]
+    mode = get_proxy_mode()
+    if mode is None:
+        return moved
+    nodes = []
+    for result, tensor in zip(results, moved, strict=True):
+        proxy = get_proxy_slot(result, mode.tracer).proxy
+        set_meta(proxy, tensor)
+        track_tensor(tensor, proxy, constant=None, tracer=mode.tracer)
+        nodes.append(proxy.node)
+    if isinstance(nodes[0].target, OpOverload):
+        mark(nodes[0], func)
+    else:  # members of a list
+        call = nodes[0].all_input_nodes[0]
+        call.meta["val"] = [node.meta["val"] for node in nodes]
+        mark(call, func)
+    return moved
+
+
+def mark(node: Node, operator: Any) -> None:
+    """Let a node run as a write in place by ``operator``, which takes the arguments that the node has."""
+    node.meta[IN_PLACE_OPERATOR] = operator
+
+
+def laid_out_like(tensor: torch.Tensor) -> torch.Tensor:
+    """An uninitialised tensor of the same shape, strides and type."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

@@ -7,7 +7,7 @@ which may draw numbers without saying so, are run again in this way too. Emitted
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.fx import Graph as FxGraph
@@ -15,6 +15,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from planner._torch import operators
+from planner.graph.in_place import OnCopy, operator_in_place
 from planner.graph.replay_rule import ReplayRule, ReplayState, Take
 
 
@@ -32,7 +33,8 @@ class RandomNumbers(ReplayRule):
         return graph.call_function(generator_state, generator_device(node))
 
     def emit_again(self, graph: FxGraph, node: Node, take: Take, state: Node | None) -> Node:
-        device, target = generator_device(node), cast(Any, node.target)
+        device, in_place = generator_device(node), operator_in_place(node)
+        target: Any = node.target if in_place is None else OnCopy(in_place)
         args, kwargs = map_arg(node.args, take), map_arg(node.kwargs, take)
         return graph.call_function(run_from_state, (state, *device, target, *args), kwargs)
 
