@@ -36,11 +36,10 @@ other work on the machine makes them more, by a third and over. Seconds of opera
 before are remembered: without them the first plan of 8 layers takes half a second more, that of 200 one and
 a half, since as much memory is read before each run as the step holds, as far as it fits into the cache.
 
-Layers that are alike are traced once, and are one operation each in the pass that looks for gradients. What
-grows with their number is that the step is recorded, the model copied and looked through, that Dynamo's
-guards look at each module, and the problem, which has a row for each operation. Once in a while Python goes
-through all objects of the process. That takes a third of a second with 200 layers, of whose 700,000 objects
-560,000 are libraries', and falls into one column or another.
+Layers that are alike are traced once. What grows with their number is that the step is recorded, the model
+copied and looked through, that Dynamo's guards look at each module, and the problem, which has a row for each
+operation. Once in a while Python goes through all objects of the process. That takes a third of a second with
+200 layers, of whose 700,000 objects 560,000 are libraries', and falls into one column or another.
 """
 LARGE = """
 On the meta device, with times by the roofline: seconds to prepare, and to solve for shares of the way from

@@ -17,13 +17,6 @@ EXACTNESS = [
         ("tests/_torch/test_strides_of_results.py::test_results_have_the_strides_of_eager[transposed]",),
     ),
     Mutation(
-        "untraced-functions",
-        "A function that PyTorch cannot trace runs as written, without a warning, where the plan names it.",
-        "The plan names none.",
-        (Change("planner/planning/make_plan.py", "        untraced=captured.untraced,\n", ""),),
-        ("tests/capture/test_untraced_functions.py::test_a_plan_from_a_file_knows_what_is_not_traced",),
-    ),
-    Mutation(
         "later-hooks",
         "A hook that is registered after the first planned step runs.",
         "Dynamo does not guard hooks, as is its default.",

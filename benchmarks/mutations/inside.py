@@ -359,7 +359,7 @@ INSIDE = [
                 "innermost in backends",
             ),
         ),
-        ("tests/_torch/test_known_breaks.py::test_code_of_the_users_own_is_compiled_as_before",),
+        ("tests/behaviour/paths/test_compiled_parts.py::test_code_of_the_users_own_is_compiled_as_before",),
     ),
     Mutation(
         "compiled-parts",

@@ -38,22 +38,6 @@ ABSENT_IS_ZERO = Change(
 
 LOOPS = [
     Mutation(
-        "second-derivatives-in-a-loss",
-        "A loss of an output and of its second derivative is warned of.",
-        "Only one of the first is.",
-        (
-            Change(
-                "planner/hooks/double_backward.py",
-                "in (*gradients, *through_views.values()):",
-                "in gradients:",
-            ),
-        ),
-        (
-            "tests/behaviour/paths/test_loops_losses.py"
-            "::test_a_loss_of_an_output_and_of_its_gradient_is_warned_of_where_they_are_one[2]",
-        ),
-    ),
-    Mutation(
         "calls-that-are-left",
         "After a gradient that is differentiated again, calls of that kind run without the plan.",
         "They go on by the plan, and differ in their last bits at every step.",

@@ -150,22 +150,6 @@ SHAPES = [
         ),
     ),
     Mutation(
-        "changing-executions",
-        "A graph that changes its arguments runs its operations in each execution.",
-        "From the second on it is one operation that changes nothing.",
-        (
-            Change(
-                "planner/capture/graphs/alike_executions.py",
-                "_known(args, results) if unchanged else None",
-                "_known(args, results)",
-            ),
-        ),
-        (
-            "tests/capture/test_alike_executions.py::"
-            "test_what_is_no_single_operation_runs_each_time[changes an argument]",
-        ),
-    ),
-    Mutation(
         "views-beside",
         "A graph that hands on views, and computes beside them what the loss does not use, follows the plan.",
         "It is traced as if the loss used all of it.",
@@ -205,21 +189,6 @@ SHAPES = [
             ),
         ),
         ("tests/behaviour/paths/test_other_paths.py::test_it_is_planned_at_the_largest_sizes",),
-    ),
-    Mutation(
-        "gradients-not-for-none",
-        "A graph ends where torch.autograd.grad gives None, unless only weights of the graph lead there.",
-        "The code behind it goes on with None, and the gradient lacks what leads through another graph.",
-        (
-            Change(
-                "planner/_torch/tracing/breaks/gradients_inside.py",
-                "if not by_default and _lacks_some(found)",
-                "if False and _lacks_some(found)",
-            ),
-        ),
-        (
-            "tests/behaviour/gradients/test_force_fields.py::test_a_path_that_the_plan_has_not_seen_takes_no_gradient_for_none",
-        ),
     ),
     Mutation(
         "inputs-require-gradients-as-given",

@@ -201,19 +201,6 @@ STEPS = [
         ),
     ),
     Mutation(
-        "conditions-on-changed-constants",
-        "A condition is decided while a graph is captured only if nothing changed what it is computed from.",
-        "It is decided by what the constant was when it was made.",
-        (
-            Change(
-                "planner/_torch/tracing/breaks/constant_conditions.py",
-                "if nodes is None or _may_be_written(nodes):",
-                "if nodes is None:",
-            ),
-        ),
-        ("tests/_torch/test_constant_conditions.py::test_what_may_be_otherwise_is_read",),
-    ),
-    Mutation(
         "programs-of-executions",
         "A graph that runs several times in a step follows the plan's program of each time.",
         "Every time it follows the program of the first.",

@@ -20,13 +20,11 @@ from torch._dynamo.utils import ExactWeakKeyDictionary
 
 from planner._torch.compat import of_graphs, takes_argument
 from planner._torch.layouts.shape_functions import layouts_of_kernels, widen_grouped_products
-from planner._torch.tracing.breaks.constant_conditions import decide_constant_conditions
 from planner._torch.tracing.breaks.gradients_inside import GRADIENTS_INSIDE
 from planner._torch.tracing.breaks.graph_breaks import reason_of
 from planner._torch.tracing.breaks.known_breaks import forget_known_breaks
 from planner._torch.tracing.callbacks import Callback, call_ours_in_any_stance
 from planner._torch.tracing.dynamo_patches import (
-    backend_of,
     go_on_inside_modules,
     nothing_told_or_timed,
     said_once,
@@ -37,7 +35,6 @@ from planner._torch.tracing.hindrances import (
     RunsAsItIs,
     guarded,
     left_alone,
-    looked_into,
     no_other_thread_traces,
     saved_tensors_are_changed,
     switched_on,
@@ -114,11 +111,6 @@ def dynamo_settings(*, symbolic: bool = False, parts: int = 0) -> Iterator[None]
         yield
 
 
-Untraced = Callable[[str, Exception | None], bool]
-"""Called with the qualified name of each function that Dynamo has looked at, and with the error if it could
-not trace it; errors of backends do not count. Returns whether the function then runs as written, with its
-calls captured; else the error is raised."""
-
 _OF_TRACING = (InternalTorchDynamoError, TorchRuntimeError, IndexError)
 """Errors of tracing; Dynamo passes an IndexError on as it is, since the traced code may handle it."""
 
@@ -158,11 +150,10 @@ class _WithSettings(Callback):
         often: Callable[[int], None] | None,
         parts: int,
         whole: CodeType,
-        untraced: Untraced,
         unbroken: Callable[[], bool],
     ) -> None:
         super().__init__(callback)
-        self._untraced, self._unbroken = untraced, unbroken
+        self._unbroken = unbroken
         self._symbolic, self._given_up, self._parts, self._whole = symbolic, given_up, parts, whole
         self._often = often
         self._captures: Any = ExactWeakKeyDictionary()  # of each module: regions share the code
@@ -194,11 +185,6 @@ class _WithSettings(Callback):
                 raise CaptureError(
                     f"the forward breaks into too many graphs; one ends at {reason_of(error)}. {NOT_A_GRAPH}"
                 ) from error
-            except _OF_TRACING as error:
-                if not self._untraced(frame.f_code.co_qualname, error):
-                    raise
-                return looked_into()
-        self._untraced(frame.f_code.co_qualname, None)
         self._captured.add(result)
         if result.guarded_code is not None:
             self._with_graphs[frame.f_code] = True
@@ -235,26 +221,23 @@ def dynamo_compile(
     function: FunctionType | Callable[..., Any],
     backend: Callable[..., Any],
     *,
-    untraced: Untraced = lambda function, error: error is None,
     parts: int = 0,
-    decided: bool = False,
+    compiling: bool = False,
     unbroken: Callable[[], bool] = _never,
 ) -> Callable[..., Any]:
     """``torch.compile`` with our settings and static sizes, of a function that has a cache of its own.
 
     Args:
         function, backend: The function to compile, and Dynamo's backend.
-        untraced: See :data:`Untraced`; errors are raised if not given.
         parts: As for :func:`dynamo_settings`.
-        decided: Whether graphs go on at conditions that follow from constants and sizes alone, and libraries
-            are told that they are compiled. Each number that such a size has is then captured by itself.
+        compiling: Whether libraries are told that they are compiled.
         unbroken: Whether a break of the present capture is an error.
     """
     # The code after a break is the user's, whose cache all captures would share.
     alone: dict[str, Any] = (
         {"isolate_recompiles": True} if takes_argument("_optimize", "isolate_recompiles") else {}
     )
-    options = {"untraced": untraced, "parts": parts, "decided": decided, "unbroken": unbroken, **alone}
+    options = {"parts": parts, "compiling": compiling, "unbroken": unbroken, **alone}
     return _optimized(_fresh(function), backend, symbolic=_never, **options)
 
 
@@ -265,10 +248,9 @@ def dynamo_compile_shapes(
     failed: Callable[[Exception], None],
     often: Callable[[int], None],
     *,
-    untraced: Sequence[Untraced],
     plain: Callable[[], bool],
     parts: int = 0,
-    decided: bool = False,
+    compiling: bool = False,
 ) -> list[Callable[..., Any]]:
     """``torch.compile`` for one shape that stays, and for all others, whose sizes become symbols.
 
@@ -281,16 +263,14 @@ def dynamo_compile_shapes(
             others.
         given_up: Called when a function was captured so often that Dynamo gives up.
         failed: Called with the error of a capture; the function then runs as it is.
-        often: Called once with how often the function was captured for a module, if that is often and not
-            decided.
-        untraced: By backend, see :data:`Untraced`.
+        often: Called once with how often the function was captured for a module, if that is often.
         plain: Whether the present captures for the shape that stays have plain numbers, even where sizes vary
             among parts of the same code.
         parts: As for :func:`dynamo_settings`.
-        decided: As for :func:`dynamo_compile`.
+        compiling: As for :func:`dynamo_compile`.
     """
     options: dict[str, Any] = {"given_up": given_up, "failed": failed, "parts": parts}
-    options |= {"decided": decided, "often": None if decided else often}
+    options |= {"compiling": compiling, "often": often}
     if takes_argument("_optimize", "isolate_recompiles"):
         fresh = _fresh(function)
         options["isolate_recompiles"] = True
@@ -299,8 +279,8 @@ def dynamo_compile_shapes(
         functions = [_fresh(function) for _ in backends]
     symbolic = [lambda: not plain(), *[_always] * (len(backends) - 1)]
     return [
-        _optimized(of, backend, symbolic=now, untraced=told, **options)
-        for of, backend, now, told in zip(functions, backends, symbolic, untraced, strict=True)
+        _optimized(of, backend, symbolic=now, **options)
+        for of, backend, now in zip(functions, backends, symbolic, strict=True)
     ]
 
 
@@ -313,18 +293,15 @@ def _optimized(
     backend: Callable[..., Any],
     *,
     symbolic: Callable[[], bool],
-    untraced: Untraced,
     given_up: Callable[[], None] | None = None,
     failed: Callable[[Exception], None] | None = None,
     often: Callable[[int], None] | None = None,
     parts: int = 0,
-    decided: bool = False,
+    compiling: bool = False,
     unbroken: Callable[[], bool] = _never,
     **options: Any,
 ) -> Callable[..., Any]:
-    trace_like_eager(backend, compiling=decided)
-    if decided:
-        decide_constant_conditions(backend, backend_of)
+    trace_like_eager(backend, compiling=compiling)
     forget_known_breaks()
     widen_grouped_products()
     call_ours_in_any_stance()
@@ -332,7 +309,7 @@ def _optimized(
         context: Any = dynamo.optimize(backend, **options)
     # Dynamo would keep it there, and with it the plan's optimizer, for as long as the process runs.
     eval_frame.cached_backends.pop(id(eval_frame.innermost_backend(context.callback)), None)
-    rest = symbolic, given_up, often, parts, function.__code__, untraced, unbroken
+    rest = symbolic, given_up, often, parts, function.__code__, unbroken
     context.callback = _WithSettings(context.callback, *rest)
     if failed is not None:
         context.callback = RunsAsItIs(context.callback, failed)

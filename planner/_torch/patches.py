@@ -165,26 +165,6 @@ PATCHES = (
         for_good=True,
     ),
     Patch(
-        f"{_VARIABLES}.builder.VariableBuilder._wrap",
-        "results.append on the stack of a break would be captured anew in every step",
-        "test_long_loops",
-        for_good=True,
-    ),
-    Patch(
-        f"{_VARIABLES}.builder.VariableBuilder.wrap_module",
-        "all parameters of a model would be marked again behind each region",
-        "test_many_layers",
-        for_good=True,
-    ),
-    Patch(f"{_VARIABLES}.builder.og_module_named_parameters_fn_ptr", "the same", "test_many_layers"),
-    Patch(f"{_VARIABLES}.builder.og_module_named_buffers_fn_ptr", "the same", "test_many_layers"),
-    Patch(
-        f"{_VARIABLES}.nn_module.UnspecializedNNModuleVariable.mp_subscript_impl",
-        "for layer in self.layers[:n] would trace the making of a list of modules",
-        "test_many_layers",
-        for_good=True,
-    ),
-    Patch(
         f"{_VARIABLES}.nn_module.UnspecializedNNModuleVariable.call_function",
         "regions, planned modules and cuDNN's recurrent layers would be traced into",
         "test_regions",
@@ -207,23 +187,6 @@ PATCHES = (
         "AOTAutograd refuses a write through a mask that needs a gradient",
         "test_writes_at_indices",
         for_good=True,
-    ),
-    Patch(
-        f"{_VARIABLES}.tensor.TensorVariable.method_item",
-        "a number that follows from sizes would end a graph of Inductor's",
-        "test_constant_conditions",
-        for_good=True,
-    ),
-    Patch(
-        "jumps by a condition",
-        "the same where code jumps by it",
-        "test_constant_conditions",
-        for_good=True,
-    ),
-    Patch(
-        f"{_VARIABLES}.torch._collect_all_grad_fns",
-        "a gradient of what comes from another graph would always be refused",
-        "test_gradients_inside",
     ),
     Patch(
         f"{_VARIABLES}.higher_order_ops.CheckpointHigherOrderVariable.create_wrapped_node",
@@ -262,14 +225,8 @@ PATCHES = (
         "test_tensor_subclasses",
     ),
     Patch(
-        f"{_AOT}._aot_autograd.graph_compile.aot_dispatch_autograd_graph",
-        "time: the first step would trace again what planning traced",
-        "test_traced_before",
-    ),
-    Patch(f"{_AOT}._aot_autograd.graph_capture._create_graph", "the same", "test_traced_before"),
-    Patch(
         f"{_AOT}.aot_autograd.run_functionalized_fw_and_collect_metadata",
-        "tangents are traced as they lie in the step; and the same graph is not looked at twice",
+        "tangents are traced as they lie in the step",
         "test_tangent_layouts",
     ),
     Patch(
@@ -337,7 +294,7 @@ PATCHES = (
     Patch(
         "handler: questions",
         "libraries compute otherwise where torch.compiler.is_compiling() says so",
-        "test_constant_conditions",
+        "test_inductor",
         for_good=True,
     ),
     Patch(

@@ -37,7 +37,7 @@ from planner.capture.decided_by_data import told_by_data
 from planner.capture.differences import notes_on, warn_of_cpu_kernels, warn_of_other_gradients
 from planner.capture.external_accumulation import ask_for_per_use_gradients
 from planner.capture.graphs.graph_runner import GraphRunner
-from planner.capture.graphs.runners import UntracedFunctions, captured_graphs, collector, let_go, split_up
+from planner.capture.graphs.runners import captured_graphs, collector, let_go, split_up
 from planner.capture.module_calls import Bound, Marked, run_forward
 from planner.capture.on_a_copy import RunOfACopy, as_on_its_device, on_a_copy
 from planner.capture.recurrent_layers import recurrent_calls
@@ -82,7 +82,7 @@ def capture(
     accumulate: bool | None = None,
     regions: Sequence[str] = (),
     rank: Rank | None = None,
-    decided: bool = False,
+    compiling: bool = False,
     most: Most | None = None,
 ) -> CapturedStep:
     """Capture one training step, on a copy of the module.
@@ -95,7 +95,7 @@ def capture(
             parameters that have one now.
         regions: Names of the submodules that are graphs of their own.
         rank: The rank whose step it is; None for a single process.
-        decided: As for :func:`planner._torch.dynamo.dynamo_compile`.
+        compiling: As for :func:`planner._torch.dynamo.dynamo_compile`.
         most: More than that is an error; None for no bound.
 
     Raises:
@@ -103,7 +103,7 @@ def capture(
     """
     if (hindrance := hindering_mode()) is not None:
         raise CaptureError(f"{hindrance}: plan before it begins, or after it ended")
-    run = partial(_Capture.run, regions=regions, decided=decided, most=most)
+    run = partial(_Capture.run, regions=regions, compiling=compiling, most=most)
     return _on_a_copy(module, step, run, progress, cuda=cuda, accumulate=accumulate, rank=rank)
 
 
@@ -271,17 +271,17 @@ class _Capture:
         )
 
     def run(
-        self, regions: Sequence[str] = (), *, decided: bool = False, most: Most | None = None
+        self, regions: Sequence[str] = (), *, compiling: bool = False, most: Most | None = None
     ) -> CapturedStep:
         """Capture the step; see :func:`capture`."""
         runners = self._runners
         try:
-            return self._run(runners, regions, decided, most)
+            return self._run(runners, regions, compiling, most)
         finally:
             let_go(runners)
 
     def _run(
-        self, runners: list[GraphRunner], regions: Sequence[str], decided: bool, most: Most | None
+        self, runners: list[GraphRunner], regions: Sequence[str], compiling: bool, most: Most | None
     ) -> CapturedStep:
         module, report = self.copied.module, self.report
         with dynamo.dynamo_settings(), contextlib.ExitStack() as stack:
@@ -313,14 +313,13 @@ class _Capture:
                 parts=len(regions),
                 unbroken=lambda: graphs is not None and len(runners) >= graphs,
             )
-            untraced = UntracedFunctions(runners)
-            whole, region = (compile_(untraced=untraced, decided=decided) for _ in range(2))
+            whole, region = (compile_(compiling=compiling) for _ in range(2))
             target = Bound(running.during(whole, region), module)
             try:
                 with self._pass("capturing the forward"):
                     self.copied.step.run(target)
                 if not runners:
-                    raise uncaptured.nothing_captured(counted, [*untraced.errors.values()])
+                    raise uncaptured.nothing_captured(counted)
                 recording, forward_events = self._compiled_pass(target, runners)
             finally:
                 for compiled in (whole, region):
@@ -333,7 +332,7 @@ class _Capture:
         ran = {e.graph.graph for e in recording.events if e.graph is not None}
         made = [runners[i].graph for i in sorted(ran)]
         if all(runners[i].joint is None for i in ran):
-            raise uncaptured.nothing_differentiated(made, counted, [*untraced.errors.values()])
+            raise uncaptured.nothing_differentiated(made, counted)
         return CapturedStep(
             captured_graphs(runners, ran),
             eager,
@@ -355,11 +354,9 @@ class _Capture:
                 *self.copied.notes,
                 *told_by_data(self.copied.answers),
                 *notes_on(runners, bool(regions)),
-                *untraced.notes,
                 *[NO_LOSS] * (self._no_loss and self.copied.step.in_flight is None),
             ],
             uncompiled=list(self._uncompiled),
-            untraced=list(untraced.errors),
             overwritten=[name for r in runners for name in r.written_inputs()],
             state_in_hooks=state_of(self.copied.hooks),
         )

@@ -33,7 +33,6 @@ class CapturedGraph:
         overwritten: Results that the step changes in place before their backward, by position.
         places: Executions of another graph, of the same structure and occurrence, that this one stands for:
             their gradients lie differently in memory. Empty for the graph that stands for the rest.
-        never_runs: Whether PyTorch made it of a function that it then could not trace.
         split_runs: What it computes in pieces: modules, and how many rows there are of each.
     """
 
@@ -45,7 +44,6 @@ class CapturedGraph:
     passes_gradients: bool = False
     overwritten: frozenset[int] = frozenset()
     places: tuple[int, ...] = ()
-    never_runs: bool = False
     split_runs: tuple[tuple[str, int], ...] = ()
 
 
@@ -66,7 +64,6 @@ class CapturedStep:
         autocast: The regions of autocast around the step, as in ``cuda:bfloat16``.
         notes: Things that the user should know.
         uncompiled: Names of functions that the user compiles and that ran as written.
-        untraced: Qualified names of functions that PyTorch could not trace and that ran as written.
         overwritten: Inputs of graphs that the step changes in place before their backward.
         state_in_hooks: The state of optimizers that hooks on weights step in the backward.
     """
@@ -85,7 +82,6 @@ class CapturedStep:
     autocast: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     uncompiled: list[str] = field(default_factory=list)
-    untraced: list[str] = field(default_factory=list)
     overwritten: list[str] = field(default_factory=list)
     state_in_hooks: Sequence[torch.Tensor] = ()
 

@@ -19,12 +19,6 @@ _REMEDY = (
     "TORCH_LOGS=graph_breaks shows the lines that cannot be captured"
 )
 
-_APART = (
-    "Put that line, with the try statement around it if there is one, into a function of its own, and the "
-    "rest of the forward into others, or into modules: the function that cannot be traced then runs as "
-    "written, and the rest is planned"
-)
-
 AROUND = (
     "Plan with backend='replay', or leave backend= out: the plan then follows the step as it is written. "
     "With regions=, put @torch.compiler.disable on the function that does this: it then runs as written, and "
@@ -39,13 +33,6 @@ _IN_ONE_GRAPH = (
 )
 """The next step where gradients that a forward takes go through several graphs."""
 
-_NAMED_TUPLE = (
-    "PyTorch loses the fields of a named tuple that x._replace() made of an input, if its class has a "
-    "constructor of its own, as nn.utils.rnn.PackedSequence has: where the forward does so, call the "
-    "constructor with them all, as PackedSequence(data, x.batch_sizes, x.sorted_indices, x.unsorted_indices)"
-)
-_EMPTIED = ("got 0)", "IndexError: tuple index out of range")
-"""Texts of errors of a tuple without its fields."""
 _AS_IT_IS = (
     "Call the module as it is, with these inputs, and backward(): where that fails too, it says why; else "
     "plan submodules that leave out that line"
@@ -79,8 +66,6 @@ def failed(
             f"again; here it was several graphs{where}. {_IN_ONE_GRAPH}"
         )
     kind = CaptureError if with_data else NotWithoutDataError
-    if eager and any(sign in text for sign in _EMPTIED):
-        return kind(f"{text}. {_NAMED_TUPLE}. If it is none: {AROUND[0].lower()}{AROUND[1:]}")
     return kind(f"{text}. {AROUND if eager else _AS_IT_IS}")
 
 
@@ -113,15 +98,12 @@ def always_different(graphs: Iterable[torch.fx.GraphModule]) -> CaptureError:
     )
 
 
-def nothing_captured(counted: dict[str, int], untraced: Sequence[str] = ()) -> CaptureError:
+def nothing_captured(counted: dict[str, int]) -> CaptureError:
     """The error for a forward of which Dynamo made no graph.
 
     Args:
         counted: What :func:`planner._torch.tracing.breaks.graph_breaks.counted_breaks` returned before.
-        untraced: The errors of functions that cannot be traced.
     """
-    if untraced:
-        return CaptureError(f"nothing of the module's forward could be captured: {untraced[-1]}. {_APART}")
     why = graph_breaks.new_break_reasons(counted)
     return CaptureError(
         "nothing of the module's forward could be captured, and torch.compile skips it too"
@@ -129,20 +111,13 @@ def nothing_captured(counted: dict[str, int], untraced: Sequence[str] = ()) -> C
     )
 
 
-def nothing_differentiated(
-    graphs: Iterable[Any], counted: dict[str, int], untraced: Sequence[str] = ()
-) -> CaptureError:
+def nothing_differentiated(graphs: Iterable[Any], counted: dict[str, int]) -> CaptureError:
     """The error for a forward whose graphs all have nothing to differentiate.
 
     Args:
         graphs: The graphs that Dynamo made.
-        counted, untraced: As for :func:`nothing_captured`.
+        counted: As for :func:`nothing_captured`.
     """
-    if untraced:
-        return CaptureError(
-            "no part of the module's forward that gradients pass through could be captured: "
-            f"{untraced[-1]}. {_APART}"
-        )
     places = graph_breaks.distinct_places(map(graph_breaks.break_reason, graphs))
     why = places or graph_breaks.new_break_reasons(counted)
     return CaptureError(

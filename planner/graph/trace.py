@@ -118,7 +118,6 @@ def trace_joint(
         forward_compiler=compile_forward,
         backward_compiler=compile_backward,
         layouts=spec.tangent_layouts,
-        reuse=not cuda,
     )
     call = (lambda *args: compiled(*args, *[args[i] for i in added])) if added else compiled
     summed = uncountable | (uses.keys() - context.unsummed)

@@ -51,7 +51,7 @@ class DoubleBackward(GraphHook):
     ) -> None:
         self._graph, self._obstacle, self._calls, self._warn = graph, obstacle, calls, warn
         self._held = _referred_to if after_others else _as_they_are
-        self._warned = self._warned_of_sums = self._warned_of_runs = False
+        self._warned = False
         self._outputs: dict[int, int] = {}  # of the autograd node -> position among the results of the graph
         self._places: dict[int, int] = {}  # position of an input -> place among the gradients of tensors
         self._gradients: list[int] = []  # positions of the inputs that get a gradient
@@ -73,25 +73,16 @@ class DoubleBackward(GraphHook):
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
         kept = [_without_memory(args, self._gradients) if self._obstacle else self._held(args)]
-        versions, through = _versions(kept), _Differentiated(self._calls.last)
-        node.register_prehook(lambda given: self._before(kept, versions, through, given))
+        versions, call = _versions(kept), self._calls.last
+        node.register_prehook(lambda given: self._before(kept, versions, call, given))
 
     def _before(
         self,
         kept: list[tuple[Any, ...]],
         versions: list[int],
-        differentiated: "_Differentiated",
+        call: Call,
         of_outputs: tuple[torch.Tensor | None, ...],
     ) -> tuple[torch.Tensor | None, ...] | None:
-        if differentiated.backward == autograd.current_backward() and not self._warned_of_sums:
-            self._warned_of_sums = True
-            self._warn(
-                "a loss uses an output of a planned module and a gradient of that output too "
-                "(create_graph=True): both are added up in another order than without a plan, and gradients "
-                "may differ in the last bits. Call backward for each, the output's first with "
-                "retain_graph=True, compute the gradient from a forward of its own, or use planner.step "
-                "around the function that computes the loss"
-            )
         # A hook after a node keeps the node's gradients alive while the node runs, and no plan counts that:
         # it is registered only where gradients are to be differentiable.
         if torch.is_grad_enabled():
@@ -100,7 +91,7 @@ class DoubleBackward(GraphHook):
 
             def after(of_inputs: Any, _of_outputs: Any) -> Any:
                 handles.pop().remove()
-                return self._after(node, kept, versions, differentiated, of_inputs, of_outputs)
+                return self._after(node, kept, versions, call, of_inputs, of_outputs)
 
             handles.append(node.register_hook(after))
             # AOTAutograd cannot change the strides of a tensor that requires a gradient.
@@ -109,22 +100,12 @@ class DoubleBackward(GraphHook):
             kept.clear()  # else whoever holds the loss would hold the inputs
         return None
 
-    def _several_runs(self) -> None:
-        if not self._warned_of_runs:
-            self._warned_of_runs = True
-            self._warn(
-                "a loss uses gradients that were taken one after the other of one call of a planned module "
-                "(create_graph=True): they are added up in another order than without a plan, and "
-                "gradients may differ in the last bits. Take them in one torch.autograd.grad, or use "
-                "planner.step around the function that computes the loss"
-            )
-
     def _after(
         self,
         node: Any,
         kept: list[tuple[Any, ...]],
         versions: list[int],
-        through: "_Differentiated",
+        call: Call,
         of_inputs: tuple[torch.Tensor | None, ...],
         of_outputs: tuple[torch.Tensor | None, ...],
     ) -> tuple[torch.Tensor | None, ...]:
@@ -140,21 +121,20 @@ class DoubleBackward(GraphHook):
                 if isinstance(t, torch.Tensor) and t.requires_grad
             ]
             return tuple(g if g is None else _Once.apply(g.detach(), obstacle, *made_of) for g in of_inputs)  # type: ignore[no-untyped-call]
-        self._calls.leave(through.call)
+        self._calls.leave(call)
         if not self._warned:
             self._warned = True
             self._warn(
                 "gradients are to be differentiable (create_graph=True): the forward runs again without the "
-                "plan, and the step may exceed the budget. Where weights get gradients from anything else in "
-                "that backward, these are added up in another order, and may differ in the last bits. From "
-                "now on such calls run as they are, without the plan. Put planner.step around the "
-                "function that computes the loss: it plans all of it, and is exact"
+                "plan, and the step may exceed the budget. Where weights or inputs get gradients from "
+                "anything else in that backward, as from the output or from another such gradient, these are "
+                "added up in another order, and may differ in the last bits. From now on such calls run as "
+                "they are, without the plan. Put planner.step around the function that computes the loss, or "
+                "plan with backend='replay': both are exact"
             )
         args = tuple(map(_there, kept[0]))
         wanted = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.requires_grad]
-        # Whatever is computed from this run's gradients has its own gradient lead through these views.
-        through_views = {i: args[i].view_as(args[i]) for i in wanted}
-        outputs = as_written(self._graph)(*(through_views.get(i, a) for i, a in enumerate(args)))
+        outputs = as_written(self._graph)(*args)
         pairs = [
             (outputs[self._outputs[i]], g)
             for i, g in enumerate(of_outputs)
@@ -167,42 +147,8 @@ class DoubleBackward(GraphHook):
             create_graph=True,
             allow_unused=True,
         )
-        differentiated = through.by_another_run(self._several_runs)
-        for tensor in (*gradients, *through_views.values()):
-            if tensor is not None and tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(differentiated)
         replaced = {self._places[i]: g for i, g in zip(wanted, gradients, strict=True)}
         return tuple(replaced.get(i) if g is not None else None for i, g in enumerate(of_inputs))
-
-
-class _Differentiated:
-    """The last backward that differentiated a gradient of one call.
-
-    Attributes:
-        backward: The number of that backward; None before there is one.
-        call: The call.
-    """
-
-    def __init__(self, call: Call) -> None:
-        self.backward: int | None = None
-        self.call = call
-        self._run: object = None
-
-    def by_another_run(self, several: Callable[[], None]) -> Callable[[Any], None]:
-        """A hook on the nodes of one more run of the forward, called where its gradients are differentiated.
-
-        Args:
-            several: Called where the same backward differentiates gradients of an earlier run too.
-        """
-        run = object()
-
-        def differentiated(_gradients: Any) -> None:
-            now = autograd.current_backward()
-            if now == self.backward and run is not self._run:
-                several()
-            self.backward, self._run = now, run
-
-        return differentiated
 
 
 def hook(context: HookContext) -> DoubleBackward:

@@ -122,12 +122,6 @@ class PlanRecord(Record):
         description="graphs of which the step differentiates views of their inputs alone, and which compute "
         "something else too, or are alike one with a schedule: there is none for them",
     )
-    untraced: Listed[Name] = Field(
-        default=[],
-        max_length=10_000,
-        description="functions that PyTorch could not trace for an error of its own: they run as written, "
-        "and what they call as planned",
-    )
     fusion: Fusion = Field(
         default="in-order",
         description="what Inductor fuses, where it runs the graphs: what it chooses (anywhere), only what no "

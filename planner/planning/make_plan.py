@@ -194,7 +194,6 @@ def make_plan(
         graphs=graphs,
         forward_only=_forward_only(captured),
         views=_views(captured),
-        untraced=captured.untraced,
         as_written=as_written,
         fusion=fusion,
         timeline=Timeline.downsample(step_bytes, forward_steps),
@@ -377,8 +376,8 @@ def _kept(problem: Problem, solution: Solution) -> dict[tuple[int, int], list[in
 
 
 def _forward_only(captured: CapturedStep) -> list[str]:
-    """Structures of graphs at whose outputs no gradient arrives, or that never run."""
-    found = {g.structure for g in captured.graphs if g.joint is None and (g.occurrences or g.never_runs)}
+    """Structures of graphs at whose outputs no gradient arrives."""
+    found = {g.structure for g in captured.graphs if g.joint is None and g.occurrences}
     return sorted(found - {g.structure for g in captured.graphs if g.passes_gradients})
 
 

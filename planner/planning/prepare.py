@@ -133,7 +133,7 @@ def prepare(
         why = f"{error}".removesuffix(f". {NOT_A_GRAPH}")
     if graphs is not None:
         captured = graphs.captured
-        if captured.eager_operations or captured.untraced:
+        if captured.eager_operations:
             why = "parts of the forward are no graphs"
         if not (why or told):
             return graphs
@@ -302,7 +302,7 @@ def _captured(
         accumulate=options.accumulate,
         regions=regions,
         rank=rank,
-        decided=options.backend == "inductor",
+        compiling=options.backend == "inductor",
         most=most,
     )
 

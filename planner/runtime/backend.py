@@ -29,7 +29,6 @@ from planner.errors import CaptureError, warn
 from planner.graph.dynamo_graph import is_tensor_output, structure_of
 from planner.graph.joint_graph import JointGraph
 from planner.graph.joint_pass import AutocastContext
-from planner.graph.number_outputs import numbers_apart
 from planner.graph.passes import JOINT_PASSES
 from planner.graph.spec import GraphSpec
 from planner.graph.trace import TracedGraph, trace_joint
@@ -90,7 +89,6 @@ class PlanBackend:
         self._model, self._plan, self._warned_of_shapes, self._path = model, plan, warned_of_shapes, path
         self._calls, self._on_capture, self._host = calls, on_capture, host
         self._captured: Counter[str] = Counter()  # how many graphs of each structure
-        self._kept: Counter[str] = Counter()  # the same when Dynamo had finished the last function
         self._autocast: list[str] = []
         self._alike: dict[str, Alike] = {}
         self._warned_of_executions = False
@@ -101,39 +99,10 @@ class PlanBackend:
             name_modules(graph, model)
             self._on_capture(model)
         self._autocast = autocast_regions()  # AOTAutograd switches it off while it traces
-        call = compile_with_views_outside(graph, example_inputs, self._with_numbers_apart)
+        call = compile_with_views_outside(graph, example_inputs, self._callable)
         tell_sizes_alone(graph)
         written = cache(lambda: as_written(graph).forward)
         return lambda *args: (written() if saved_tensors_are_changed() else call)(*args)
-
-    def _with_numbers_apart(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """A graph's callable. Numbers that it returns are computed outside where the plan knows the rest."""
-        apart = numbers_apart(graph) if any(map(fake.is_size, example_inputs)) else None
-        if apart is None or self._knows(graph) or not self._knows(apart.rest):
-            return self._callable(graph, example_inputs)
-        return apart.together(self._callable(apart.rest, example_inputs))
-
-    def looked_at(self, function: str, error: Exception | None) -> bool:
-        """Note that Dynamo has looked at a function, see :data:`planner._torch.dynamo.Untraced`.
-
-        Args:
-            function: Its name.
-            error: Why Dynamo gave it up; its graphs do not run then, and do not count.
-
-        Returns:
-            Whether the plan expects this.
-        """
-        if error is None:
-            self._kept = self._captured.copy()
-        else:
-            self._captured = self._kept.copy()
-        return error is None or function in self._plan.untraced
-
-    def _knows(self, graph: GraphModule) -> bool:
-        structure = structure_of(graph)
-        return structure in self._plan.forward_only or any(
-            g.structure == structure for g in self._plan.graphs
-        )
 
     def _callable(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """A graph compiled by the plan, at its sizes or at symbolic ones; as written where that fails."""

@@ -62,7 +62,6 @@ def decisions_digest(plan: PlanRecord, on_new_shape: "OnNewShape" = "reapply") -
         "graphs": [graph.model_dump(mode="json", exclude=_NOT_RUN | _IN_SPEC) for graph in plan.graphs],
         "forward_only": plan.forward_only,
         "views": [views.model_dump(mode="json") for views in plan.views],
-        "untraced": plan.untraced,
         "replay": None if plan.replay is None else plan.replay.model_dump(mode="json"),
         "specs": [GraphSpec.of(graph).digest for graph in plan.graphs],
         "on_new_shape": on_new_shape,

@@ -317,10 +317,9 @@ def _compiled(
                 _not_captured_any_more,
                 _not_captured,
                 _captured_often,
-                untraced=[backend.looked_at for backend in backends],
                 plain=lambda: not paths[0].is_settled,
                 parts=len(plan.model.regions),
-                decided=plan.target.backend == "inductor",
+                compiling=plan.target.backend == "inductor",
             )
             for _ in range(2)
         )

@@ -166,25 +166,3 @@ def test_compiled_code_of_the_users_is_traced_as_ever(traces_of_deepest: dict[An
     torch._dynamo.reset()
     torch.compile(_Around(_Around(_Deepest())), backend="eager")(torch.randn(4, 8))
     assert sum(traces_of_deepest.values()) == 2
-
-
-class _Unhashable:
-    """A backend of the user's that cannot be hashed, like Inductor's own."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        return graph.forward
-
-
-def test_code_of_the_users_own_is_compiled_as_before() -> None:
-    x = torch.randn(4, 8)
-    model = _Around(_Deepest(breaks=False))
-    planner.plan(model, x, budget="min", solver="sqrt_n", costs="roofline")
-    for breaks in (False, True):
-        model = _Around(_Deepest(breaks))
-        compiled = torch.compile(model, backend=_Unhashable())
-        assert torch.equal(compiled(x), model(x))

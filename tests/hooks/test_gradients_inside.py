@@ -83,7 +83,14 @@ class Transforms(Network):
 
         slopes = vmap(grad(energy))(x)
         _, along = jvp(self.net, (x,), (torch.ones_like(x),))
-        return slopes.square().mean() + along.square().mean() + vmap(hessian(energy))(x).square().mean()
+        return slopes.square().mean() + along.square().mean()
+
+
+class Curvature(Network):
+    """A second derivative by ``torch.func``, which runs with data alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return vmap(hessian(lambda point: self.net(point).squeeze()))(x).square().mean()
 
 
 class Reversed(torch.autograd.Function):
@@ -156,6 +163,16 @@ def test_gradients_inside_of_a_forward_are_operations_of_it(build: Callable[[], 
         ours = left_by(model, _loss)
     assert runs.backward == 2
     assert_same(ours, left_by(twin, _loss))
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore:PyTorch traces this model into other operations")
+def test_a_second_derivative_by_functions_is_right() -> None:
+    torch.manual_seed(0)
+    model = Curvature()
+    twin = copy.deepcopy(model)
+    plan_of(model, _batch(), accumulate=True).apply(model)
+    assert_same(left_by(model, _loss), left_by(twin, _loss))
 
 
 @pytest.mark.graphs

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+import transformers
 from torch._inductor import cpu_vec_isa
 
 import planner
@@ -397,3 +398,58 @@ def test_another_shape_is_told_with_what_its_programs_take(
         found, _ = left(plan.apply(model), smaller)
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-6)
+
+
+class Decoder(nn.Module):
+    """A small Llama that returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = transformers.LlamaConfig(
+            num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=64, vocab_size=64
+        )
+        self.inside = transformers.LlamaForCausalLM(config)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.inside(input_ids=words, labels=words, use_cache=False).loss
+        return loss
+
+
+class LooksUnlessCompiled(nn.Module):
+    """Skips a mask that masks nothing, unless it is compiled: then it does not look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        hidden = self.inside(x)
+        if torch.compiler.is_compiling() or not (mask * x.detach().abs() > 0).all():
+            hidden = hidden * mask
+        return hidden.square().mean()
+
+
+def test_who_asks_whether_it_is_compiled_is_told_so_for_inductor() -> None:
+    inputs = torch.randn(4, 8), torch.ones(4, 8)
+    compiled = planner.prepare(LooksUnlessCompiled(), inputs, backend="inductor")._prepared.captured
+    assert len(compiled.graphs) == 1
+    assert "mul" in " ".join(op.name for op in compiled.graphs[0].joint.ops)
+    assert len(planner.prepare(LooksUnlessCompiled(), inputs)._prepared.captured.graphs) > 1
+
+
+@pytest.mark.heavy
+def test_a_decoder_is_one_graph_for_inductor_and_trained_right_at_other_lengths() -> None:
+    torch.manual_seed(0)
+    model, words = Decoder().train(), torch.randint(0, 64, (4, 32))
+    unplanned = copy.deepcopy(model)
+    assert planner.plan(model, words, budget="min", solver="sqrt_n").coverage == "several-graphs"
+    plan = planner.plan(model, words, budget="100%", backend="inductor", solver="sqrt_n")
+    assert len(plan.graphs) == 1
+    plan.apply(model)
+    for length in (32, 20):
+        given = words[:, :length].contiguous()
+        for each in (model, unplanned):
+            each.zero_grad()
+            each(given).backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, unplanned.get_parameter(name).grad)

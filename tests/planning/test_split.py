@@ -740,7 +740,7 @@ def joint_of(model: torch.nn.Module, x: torch.Tensor) -> tuple[torch.fx.GraphMod
     with pytest.raises(_JointGraph) as found:
         aot.compile_joint(
             make_fx(call)(*inputs), inputs, partition=partition, forward_compiler=lambda g: g,
-            backward_compiler=lambda g: g, layouts={}, reuse=False,
+            backward_compiler=lambda g: g, layouts={},
         )  # fmt: skip
     joint, outputs = found.value.args
     read_joint(joint, outputs)  # without dead code

@@ -26,8 +26,6 @@ from planner._torch.joint.graph_modules import tell_sizes_alone, written_when_ne
 from planner._torch.joint.in_place import results_in_place
 from planner._torch.joint.memory_layout import MemoryLayout
 from planner._torch.joint.strides_of_results import strides_of_results
-from planner._torch.joint.trace_key import trace_key
-from planner._torch.joint.traced_before import TRACED_BEFORE
 from planner._torch.patches import replaced
 from planner._torch.tensors import strided_copy
 from planner._torch.versions import set_version, version_of
@@ -64,14 +62,12 @@ def compile_joint(
     forward_compiler: Callable[[torch.fx.GraphModule], BoxedFunction],
     backward_compiler: Callable[[torch.fx.GraphModule], BoxedFunction],
     layouts: Mapping[int, MemoryLayout],
-    reuse: bool,
 ) -> Callable[..., Any]:
     """Trace forward and backward of a Dynamo graph into one joint graph and compile its halves.
 
     A graph without anything to differentiate is compiled by ``forward_compiler`` alone, and
     ``partition`` is not called. ``layouts`` says of outputs, by position, how their gradients lie in
-    memory. The others' lie as the outputs do, where sizes are symbolic those of all. With ``reuse`` a joint
-    graph that was traced before is not traced again.
+    memory. The others' lie as the outputs do, where sizes are symbolic those of all.
     """
 
     def partition_fn(
@@ -112,8 +108,6 @@ def compile_joint(
         stack.enter_context(strides_of_results())
         stack.enter_context(_numbers_stay_numbers())
         stack.enter_context(_first_calls_like_others())
-        key = trace_key(graph, example_inputs, layouts) if reuse else None
-        stack.enter_context(TRACED_BEFORE.used_for(key))
         if TracingContext.try_get() is None:
             mode = next((x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)), None)
             if mode is None:

@@ -20,7 +20,6 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from planner._torch.compat import of_graphs, private
 from planner._torch.patches import replace, replaced
-from planner._torch.tracing.breaks.bound_methods import know_methods_by_name
 from planner._torch.tracing.breaks.break_patches import (
     break_at_checkpoints_with_effects,
     look_for_numbers_among_symbols,
@@ -32,7 +31,6 @@ from planner._torch.tracing.breaks.long_loops import (
     look_at_items_one_by_one,
     move_iterators_that_are_unpacked,
 )
-from planner._torch.tracing.breaks.many_layers import mark_parameters_once, take_parts_of_lists_at_once
 from planner._torch.tracing.breaks.set_up_once import set_up_before_tracing
 from planner._torch.tracing.inside_compile import call_planned_modules
 from planner._torch.tracing.rules import handle, handler_of
@@ -71,13 +69,10 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
     set_up_before_tracing(_is_ours)
     break_at_checkpoints_with_effects(_is_ours)
     look_for_numbers_among_symbols(_is_ours)
-    know_methods_by_name(_is_ours)
     follow_gradients_inside(_is_ours)
     look_at_items_one_by_one(_is_ours)
     move_iterators_that_are_unpacked(_is_ours)
     break_where_it_broke(_is_ours)
-    mark_parameters_once(_is_lowered_to_eager)
-    take_parts_of_lists_at_once(_is_ours)
 
 
 def end_graphs_at_plans() -> None:
@@ -92,10 +87,6 @@ def backend_of(tx: Any) -> Any:
 
 def _is_ours(tx: Any) -> bool:
     return _is_among(_backends, tx)
-
-
-def _is_lowered_to_eager(tx: Any) -> bool:
-    return _is_ours(tx) and not _is_among(_compiling, tx)
 
 
 def _is_among(backends: "weakref.WeakSet[Any]", tx: Any) -> bool:

@@ -70,11 +70,6 @@ def left_alone() -> Any:
     return ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False)
 
 
-def looked_into() -> Any:
-    """The result of a callback that lets a frame run as it is from now on; calls in it are captured."""
-    return ConvertFrameReturn(frame_exec_strategy=_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
-
-
 def guarded(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """The same function; the captured code that runs is the one whose guards hold.
 

@@ -83,7 +83,6 @@ class ConstantTrackingFakeMode(RemembersCalls):
 
     Attributes:
         log: The calls whose results depend on no data.
-        asked: How many calls asked for data: for a number, or for a size that depends on them.
         answers: Answers to calls that need data; None without.
     """
 
@@ -91,7 +90,6 @@ class ConstantTrackingFakeMode(RemembersCalls):
         tell_results_apart()
         super().__init__(**options)
         self.log = DataFreeLog()
-        self.asked = 0
         self.answers = answers
         self._depth = 0
 
@@ -99,10 +97,8 @@ class ConstantTrackingFakeMode(RemembersCalls):
         if func is ASKS_FOR_DEVICE:
             return device_asked_for(args)
         kwargs = kwargs or {}
-        asks = asks_for_data(func, args)
-        self.asked += asks
         answer = None
-        if asks and self.answers is not None and not self._depth:
+        if asks_for_data(func, args) and self.answers is not None and not self._depth:
             answer = self.answers.answer(func, args)
         self._depth += 1
         try:
@@ -175,11 +171,6 @@ class ConstantTrackingFakeMode(RemembersCalls):
         if not all(self.may_turn_const(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)):
             return None
         return [tree_map_only(torch.Tensor, lambda t: _known(self, t, devices[0]), result)]
-
-
-def times_asked_for_data(mode: object) -> int:
-    """How often calls under a mode asked for known values; 0 for other modes."""
-    return mode.asked if isinstance(mode, ConstantTrackingFakeMode) else 0
 
 
 _MAKERS = frozenset(

@@ -24,7 +24,6 @@ from planner._torch.joint.memory_layout import is_cut_out, is_part
 from planner._torch.module_paths import described_input
 from planner._torch.tracing.hindrances import saved_tensors_are_changed
 from planner._torch.without_data import fake_values
-from planner.capture.graphs.alike_executions import AlikeExecutions
 from planner.capture.graphs.arrival_order import RecordedArrivalOrder
 from planner.capture.graphs.copies_apart import copy_apart
 from planner.capture.graphs.recorded_graph import RecordedGraph
@@ -107,7 +106,6 @@ class GraphRunner:
         spec: How it was traced, once that is done; see :meth:`trace`.
         gradients: The gradients of its outputs in the probing pass. Once the graph is traced, ``layouts``
             holds the layouts that it was traced for.
-        never_runs: Whether PyTorch gave up the code that the graph was made for.
         casts: Its casts under autocast that eager would keep beyond the graph.
     """
 
@@ -127,11 +125,10 @@ class GraphRunner:
         self.per_use_inputs: frozenset[int] = frozenset()
         self.spec = GraphSpec()
         self.gradients = TangentLayouts()
-        self.structure, self.never_runs = structure_of(graph), False
+        self.structure = structure_of(graph)
         self._compiled: Callable[..., Any] | None = None
         self._differentiated = differentiated_inputs(graph)
         self._probed = as_written(graph)
-        self._alike = AlikeExecutions(self._probed)
         self._lent = set[int]()
         self._without: tuple[int, ...] = ()
         self._calls = 0
@@ -172,7 +169,7 @@ class GraphRunner:
             assert compiled is not None
             return compiled(*args)
         execution = len(self._recorded.known)
-        outputs = list(self._probed(*args)) if self._data else self._alike(args)
+        outputs = list(self._probed(*args))
         self._recorded.known.append(fake_values.known_values(outputs))
         tensors = {i: a for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
         self._lent |= in_memory_of_others(tensors)
@@ -285,7 +282,6 @@ class GraphRunner:
                 autocast=self._when_made.around,
                 cuda=self._cuda,
             )
-        self._alike.forget()
         self._without = self.unused_outputs
         unused = UnusedOutputs(self._without, self.gradients.received.add)
         hooks = [self.casts, unused, self._written, self._order]

@@ -12,7 +12,6 @@ from planner.capture.captured_step import CapturedGraph
 from planner.capture.graphs.graph_runner import GraphRunner
 from planner.compiled.views_outside import views_outside
 from planner.lowering.lowerings import Lowering
-from planner.training_step.copies import described
 
 
 def captured_graphs(runners: Sequence[GraphRunner], ran: Collection[int]) -> list[CapturedGraph]:
@@ -37,7 +36,6 @@ def captured_graphs(runners: Sequence[GraphRunner], ran: Collection[int]) -> lis
             bool(r.gradients.received),
             r.overwritten_results,
             r.places,
-            r.never_runs,
         )
         for r in runners
     ]
@@ -51,37 +49,6 @@ def split_up(waiting: Iterable[GraphRunner], runners: list[GraphRunner]) -> list
         runners += others
         to_trace += [runner, *others]
     return to_trace
-
-
-class UntracedFunctions:
-    """Functions that PyTorch fails to trace by an error of its own: they run as written.
-
-    Args:
-        runners: Those of all graphs so far. The graphs that Dynamo made of such a function before the error
-            never run.
-
-    Attributes:
-        errors: The errors, by qualified name of the function; a caller comes before the functions it calls.
-    """
-
-    def __init__(self, runners: Sequence[GraphRunner]) -> None:
-        self._runners, self._before = runners, 0
-        self.errors: dict[str, str] = {}
-
-    def __call__(self, function: str, error: Exception | None) -> bool:
-        """Note what Dynamo looked at, see :data:`planner._torch.dynamo.Untraced`."""
-        if error is not None:
-            self.errors[function] = described(f"tracing {function}", error)
-            for runner in self._runners[self._before :]:
-                runner.never_runs = True
-        self._before = len(self._runners)
-        return True
-
-    @property
-    def notes(self) -> list[str]:
-        """One note for each error, on the innermost of the functions that failed with it."""
-        last = {error.partition(" failed: ")[2]: error for error in self.errors.values()}
-        return [f"{error}. It runs as written, and what it calls is planned" for error in last.values()]
 
 
 def let_go(runners: Iterable[GraphRunner]) -> None:

@@ -193,3 +193,37 @@ def test_a_break_in_a_loop_that_the_users_compile_met_is_passed_by_a_plan(when: 
         report = planner.verify(model, INPUT, plan=plan, repeats=0)
     assert report.ok, report.problems
     assert report.predicted_dynamic_peak_bytes == report.measured_dynamic_peak_bytes
+
+
+class _Looks(nn.Module):
+    """Reads a number, or not."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.a, self.breaks = nn.Linear(8, 8), breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x).tanh()
+        return y * 2 if self.breaks and y.sum() > 1000 else y.sigmoid()
+
+
+class _Unhashable:
+    """A backend of the user's that cannot be hashed, like Inductor's own."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        return graph.forward
+
+
+def test_code_of_the_users_own_is_compiled_as_before() -> None:
+    x = torch.randn(4, 8)
+    model: nn.Module = _Looks(breaks=False)
+    planner.plan(model, x, budget="min", solver="sqrt_n", costs="roofline")
+    for breaks in (False, True):
+        model = _Looks(breaks)
+        compiled = torch.compile(model, backend=_Unhashable())
+        assert torch.equal(compiled(x), model(x))

@@ -4,7 +4,6 @@ What they leave is equal bit for bit.
 """
 
 import copy
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -277,55 +276,6 @@ def test_a_second_derivative_by_what_the_output_was_multiplied_with() -> None:
 
     ours = left_by(model, loop)
     assert_same(ours, left_by(twin, loop))
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_loss_of_an_output_and_of_its_gradient_is_warned_of_where_they_are_one(times: int) -> None:
-    model, twin, x = _critic()
-
-    def loop(model: nn.Module, together: bool = False) -> torch.Tensor:
-        output = model(x).mean()
-        (slope,) = torch.autograd.grad(output, x, create_graph=True)
-        if times == 2:
-            (slope,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
-        if not together:
-            output.backward(retain_graph=True)
-        loss = slope.square().sum() + (output if together else 0.0)
-        loss.backward()
-        return loss
-
-    sums = "added up in another order than without a plan"
-    with warnings.catch_warnings(record=True) as reported:
-        warnings.simplefilter("always", PlanWarning)
-        ours = left_by(model, loop)
-        assert not [w for w in reported if sums in str(w.message)]
-        assert_same(ours, left_by(twin, loop))
-        again, _, _ = _critic()  # such calls of the first one run as they are by now
-        for _ in range(2):
-            loop(again, together=True)
-    assert len([w for w in reported if sums in str(w.message)]) == 1
-
-
-@pytest.mark.heavy
-def test_a_loss_of_gradients_that_were_taken_one_after_the_other_is_warned_of() -> None:
-    model, twin, x = _critic()
-
-    def loop(model: nn.Module, together: bool = False) -> torch.Tensor:
-        outputs = model(x).flatten()
-        slopes = [torch.autograd.grad(o, x, create_graph=True)[0].square().sum() for o in outputs[:2]]
-        for loss in [slopes[0] + slopes[1]] if together else slopes:
-            loss.backward(retain_graph=True)
-        return slopes[0]
-
-    with warnings.catch_warnings(record=True) as reported:
-        warnings.simplefilter("always", PlanWarning)
-        assert_same(left_by(model, loop), left_by(twin, loop))
-        assert not [w for w in reported if "one after the other" in str(w.message)]
-        again, _, _ = _critic()
-        for _ in range(2):
-            loop(again, together=True)
-    assert len([w for w in reported if "one after the other" in str(w.message)]) == 1
 
 
 @pytest.mark.heavy

@@ -318,39 +318,22 @@ def test_a_forward_that_is_a_generator_is_refused() -> None:
 
 
 class ReplacesInPacked(nn.Module):
-    """Changes the data of packed sequences, by `_replace` or as the error says."""
+    """Changes the data of packed sequences."""
 
-    def __init__(self, replaces: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.widen, self.recurrent, self.replaces = nn.Linear(8, 8), nn.GRU(8, 8), replaces
+        self.widen, self.recurrent = nn.Linear(8, 8), nn.GRU(8, 8)
 
     def forward(self, x: nn.utils.rnn.PackedSequence) -> torch.Tensor:
-        if self.replaces:
-            x = x._replace(data=self.widen(x.data))
-        else:
-            data, rest = self.widen(x.data), (x.batch_sizes, x.sorted_indices, x.unsorted_indices)
-            x = nn.utils.rnn.PackedSequence(data, *rest)
+        x = x._replace(data=self.widen(x.data))
         out, _ = self.recurrent(x)
         loss: torch.Tensor = out.data.square().mean()
         return loss
 
 
-@pytest.mark.graphs
-def test_the_error_for_a_named_tuple_that_loses_its_fields_says_what_is_planned() -> None:
-    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 3, 8), torch.tensor([5, 4, 2]))
-    options: dict[str, Any] = {"budget": "200%", "costs": "roofline"}
-    with pytest.raises(
-        CaptureError, match=r"x\._replace\(\) made.*call the constructor.*PackedSequence\(data"
-    ):
-        planner.plan(ReplacesInPacked(True), (packed,), **options)
-    model = ReplacesInPacked(False)
-    plan = planner.plan(model, (packed,), **options)
-    assert planner.verify(model, (packed,), plan=plan, repeats=0).ok
-
-
 def test_a_named_tuple_that_loses_its_fields_in_a_graph_is_replayed() -> None:
     packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 3, 8), torch.tensor([5, 4, 2]))
-    model = ReplacesInPacked(True)
+    model = ReplacesInPacked()
     plan = planner.plan(model, (packed,), budget="200%", costs="roofline")
     assert plan.target.backend == "replay"
     assert planner.verify(model, (packed,), plan=plan, repeats=0).ok
