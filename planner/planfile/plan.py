@@ -324,6 +324,7 @@ class PlanRecord(Record):
         if version != SCHEMA_VERSION or isinstance(version, bool):
             found = "missing" if version is None else f"{version!r:.40}"
             raise PlanFileError(f"{source}: schema_version: {found}, this release reads {SCHEMA_VERSION}")
+        data.pop("untraced", None)  # earlier releases wrote it
         try:
             return cls.model_validate(data, strict=True)
         except ValidationError as error:
