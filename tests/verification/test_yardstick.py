@@ -1,0 +1,35 @@
+"""How near a step that rounds otherwise must be to the step in double precision."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from planner.verification.yardstick import Yardstick
+
+
+def _yardstick(exact: float, eager: float) -> Yardstick:
+    def outcome(value: float, dtype: torch.dtype = torch.float32) -> Any:
+        return SimpleNamespace(tensors={"bias": torch.tensor([value], dtype=dtype)})
+
+    made = Yardstick.__new__(Yardstick)
+    made._eager, made._inductor, made._exact = outcome(eager), outcome(eager), outcome(exact, torch.float64)
+    made._times = 1.5
+    return made
+
+
+@pytest.mark.parametrize(
+    ("exact", "eager", "planned", "near"),
+    [
+        (1.0, 1.0 + 1e-4, 1.0 - 1.4e-4, True),
+        (1.0, 1.0 + 1e-4, 1.0 - 1.7e-4, False),
+        (7e-19, 1e-10, -6e-10, True),  # zero but for roundings, as the gradient of a bias of keys
+        (7e-19, 1e-10, 1e-9, False),
+        (7e-19, 1e-10, 1e-2, False),
+    ],
+)
+def test_a_step_may_be_so_far_from_the_exact_one(
+    exact: float, eager: float, planned: float, near: bool
+) -> None:
+    assert _yardstick(exact, eager).holds("bias", torch.tensor([planned])) is near
