@@ -36,7 +36,7 @@ REPLAYS = [
         "Only writes that schemas tell of are looked for.",
         (
             Change(
-                "planner/replay/problem.py",
+                "planner/replay/repeatable.py",
                 "            for key in (*made.there_written, *made.statistics):\n",
                 "            for key in made.there_written:\n",
             ),

@@ -14,7 +14,6 @@ root, which are gathered then.
 """
 
 import hashlib
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -32,9 +31,9 @@ from planner.heap import made_to_stay
 from planner.planfile.replay_record import ReplayRecord
 from planner.problem.build import Problem
 from planner.problem.rows import Source
-from planner.replay.calls import can_run_again
 from planner.replay.capture import ReplayedStep
 from planner.replay.recorder import Made
+from planner.replay.repeatable import Repeatable
 from planner.replay.units import ROOT
 from planner.training_step.recorder import Event
 from solvers.model.arrays import Schedule
@@ -199,106 +198,18 @@ class _Builder:
         self.replayed = ReplayGraph()
         self._row_of: list[int] = []  # by event: the row that it is, or the last one before it
         self._states: dict[int, ValueId] = {}  # by event
-        self._maker: dict[int, int] = {}  # by storage: the event that made it
-        self._writers: dict[int, list[int]] = {}  # by storage: the events that write it afterwards
+        self._repeatable = Repeatable(self.events, self.saved)
         self._ids: dict[int, int] = {}  # by event: the operation of the graph
         self._entry_ids: dict[int, int] = {}  # by row
         self.calls_of: dict[BaseOp, tuple[int, ...]] = {}
         self.number_bytes: dict[int, int] = {}
-
-    # ---- what may run again -------------------------------------------------------------------------
-
-    def _find_writers(self) -> None:
-        last_there: dict[int, int] = {}  # by identity of a storage that was there: the last event to write it
-        for index, (event, made) in enumerate(zip(self.events, self.saved.made, strict=True)):
-            for storage in event.allocates:
-                self._maker[storage] = index
-            for storage in made.written:
-                if storage >= 0 and self._maker.get(storage) != index:
-                    self._writers.setdefault(storage, []).append(index)
-            for key in (*made.there_written, *made.statistics):
-                last_there[key] = index
-        for key, noticed in self.saved.there_unseen.items():
-            last_there[key] = max(last_there.get(key, -1), noticed)
-        self._last_there = last_there
-        self._changed = {
-            s for s, writers in self._writers.items() if writers[-1] >= self.saved.forward_events
-        }
-
-    def _find_kept(self) -> set[int]:
-        """The storages that are not made again whatever makes them, for when and where they are asked for."""
-        saved = self.saved
-        kept = {saved.saves[number].storage for number, at in saved.unpacked if at < saved.forward_events}
-        rows = [i for i, made in enumerate(saved.made) if self.events[i].allocates or made.written]
-        units: dict[int, set[int]] = {}  # by row: those whose nodes ask before it, and behind the one before
-        for number, at in saved.unpacked:
-            units.setdefault(bisect_left(rows, at), set()).add(saved.saves[number].unit)
-        for save in saved.saves:
-            mixed = any(len(units[bisect_left(rows, at)]) > 1 for at in save.unpacked)
-            if len(save.unpacked) > 1 or mixed or not save.gathered or self._crosses(save.storage, save.unit):
-                kept.add(save.storage)
-        for made in saved.made:
-            if made.position >= 0:
-                kept.update(s for s in made.operands if self._crosses(s, made.unit))
-        return kept
-
-    def _crosses(self, storage: int, unit: int) -> bool:
-        """Whether a unit has a storage of another one, not of the root."""
-        maker = self._maker.get(storage)
-        return maker is not None and self.saved.made[maker].unit not in (unit, ROOT)
-
-    def _may_run_again(self, index: int) -> bool:
-        """Whether a call, with the calls that write over its results, can run again in the backward."""
-        event = self.events[index]
-        if not event.allocates or not self._repeatable(index, frozenset(event.allocates)):
-            return False
-        return all(
-            storage not in self._changed
-            and storage not in self.saved.unsure
-            and storage not in self._kept
-            and storage not in self.saved.unseen
-            and all(
-                self._repeatable(w, frozenset((storage,))) and self._reads_earlier(w, index, storage)
-                for w in self._writers.get(storage, ())
-            )
-            for storage in event.allocates
-        )
-
-    def _reads_earlier(self, writer: int, index: int, own: int) -> bool:
-        """Whether a call that writes over the result of another reads only what was there before that one:
-        solvers run calls again in the order of the forward, and the two run as one."""
-        operands = self.saved.made[writer].operands
-        return all(storage == own or self._maker.get(storage, -1) < index for storage in operands)
-
-    def _repeatable(self, index: int, own: frozenset[int]) -> bool:
-        made = self.saved.made[index]
-        if made.position < 0:
-            return False
-        func = self.saved.operators[made.position]
-        if not can_run_again(func) or made.there_written:
-            return False
-        if any(storage not in own for storage in made.written):
-            return False
-        unit_of = self.saved.unit_of
-        if any(unit_of.get(key, ROOT) not in (made.unit, ROOT) for key in made.there_read):
-            return False
-        # What it reads must be what it read: nothing writes it afterwards.
-        for storage in made.operands:
-            if storage >= 0 and storage not in own and self._last_write(storage) > index:
-                return False
-        return all(self._last_there.get(key, -1) <= index for key in made.there_read)
-
-    def _last_write(self, storage: int) -> int:
-        return max(self._writers.get(storage, (-1,))[-1], self.saved.unseen.get(storage, -1))
 
     # ---- rows -----------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Make a row of everything that happened in the step."""
         saved, events = self.saved, self.events
-        self._find_writers()
-        self._kept = self._find_kept()
-        again = [self._may_run_again(index) for index in range(len(events))]
+        again = [self._repeatable.may_run_again(index) for index in range(len(events))]
         remade = {s for index, event in enumerate(events) if again[index] for s in event.allocates}
         self._remade = remade
         entries = self._entries()
@@ -461,7 +372,7 @@ class _Builder:
     ) -> Op | None:
         """How a row runs again, where that differs from its first run: with what writes over its results."""
         own = self.events[row.event].allocates
-        writers = sorted({w for s in own for w in self._writers.get(s, ())})
+        writers = sorted({w for s in own for w in self._repeatable.writers.get(s, ())})
         calls = [row.event, *writers]
         self.calls_of[row_of_event[row.event]] = tuple(calls)
         states = [self._states[c] for c in calls if c in self._states]
