@@ -20,6 +20,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from planner._torch.compat import of_graphs, private
 from planner._torch.patches import replace, replaced
+from planner._torch.tracing.breaks.bound_methods import know_methods_by_name
 from planner._torch.tracing.breaks.break_patches import (
     break_at_checkpoints_with_effects,
     look_for_numbers_among_symbols,
@@ -69,6 +70,7 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
     set_up_before_tracing(_is_ours)
     break_at_checkpoints_with_effects(_is_ours)
     look_for_numbers_among_symbols(_is_ours)
+    know_methods_by_name(_is_ours)
     follow_gradients_inside(_is_ours)
     look_at_items_one_by_one(_is_ours)
     move_iterators_that_are_unpacked(_is_ours)
