@@ -194,12 +194,15 @@ def test_an_operator_without_a_gradient() -> None:
     _trains(_with(lambda x: x * rank(x.detach())))
 
 
-@pytest.mark.graphs
-@pytest.mark.heavy
-def test_an_operator_without_a_shape_function_is_named_and_runs_as_written() -> None:
+def test_an_operator_without_a_shape_function_is_replayed_and_named_where_graphs_are_asked_for() -> None:
     model, args, _ = layers(_with(doubled))
-    plan = assert_trains_alike(model, args, steps(args), expected_runs=8)
-    assert any(re.search(r"doubled.*no fake impl.* runs as written", note) for note in plan.notes)
+    plan = planner.plan(model, args, budget="min", costs="roofline")
+    assert plan.target.backend == "replay"
+    assert re.search(r"doubled.*no fake impl", plan.notes[-1])
+    report = planner.verify(model, args, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    with pytest.raises(planner.CaptureError, match=r"doubled.*no fake impl"):
+        planner.plan(model, args, budget="min", costs="roofline", backend="graph")
 
 
 @pytest.mark.heavy

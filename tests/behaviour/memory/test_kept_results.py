@@ -69,10 +69,14 @@ def test_results_that_are_changed_in_place_are_not_kept(view: str) -> None:
     assert 0 in free.graphs[0].kept
     plan = plan_of(model, args, budget="85%")
     assert 0 in plan.graphs[0].recomputed
-    report = planner.verify(model, args, plan=plan, repeats=0)
+    if view == "itself and a view":  # AOTAutograd traces the second graph otherwise when it trains
+        with pytest.warns(planner.PlanWarning, match="traces this model into other operations"):
+            report = planner.verify(model, args, plan=plan, repeats=0)
+    else:
+        report = planner.verify(model, args, plan=plan, repeats=0)
+        assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
     assert report.gradients_equal
     assert report.rng_equal
-    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
 
 
 def test_a_loop_that_changes_a_kept_result_in_place_is_an_error() -> None:
