@@ -198,7 +198,7 @@ def test_an_operator_without_a_shape_function_is_replayed_and_named_where_graphs
     model, args, _ = layers(_with(doubled))
     plan = planner.plan(model, args, budget="min", costs="roofline")
     assert plan.target.backend == "replay"
-    assert re.search(r"doubled.*no fake impl", plan.notes[-1])
+    assert any(re.search(r"doubled.*no fake impl", note) for note in plan.notes)
     report = planner.verify(model, args, plan=plan, repeats=0)
     assert report.ok, report.problems
     with pytest.raises(planner.CaptureError, match=r"doubled.*no fake impl"):
