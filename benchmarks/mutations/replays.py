@@ -104,17 +104,10 @@ REPLAYS = [
         (f"{_PATHS}::test_calls_that_the_plan_has_not_seen_are_told_of_where_they_do_not_fit",),
     ),
     Mutation(
-        "kept-on-another-path",
-        "On another path what no noted call makes is not let go of.",
-        "A backward asks for it again, and there is nothing to make it of.",
-        (
-            Change(
-                _BACKWARD,
-                "            if self.followed or not (slot in bits or slot in there.kept) or "
-                "there.can_be_made(slot):\n",
-                "            if True:\n",
-            ),
-        ),
+        "calls-that-cannot-run-again",
+        "A file by which something runs again that lacks what it reads is refused.",
+        "A backward ends with an error about what it was handed before.",
+        (Change("planner/replay/program.py", "        _check(program)\n", ""),),
         (f"{_TESTS}::test_whatever_a_file_says_of_calls_gradients_are_eagers",),
     ),
     Mutation(

@@ -315,7 +315,7 @@ STEPS = [
             ),
         ),
         (
-            "tests/behaviour/memory/test_views_handed_on.py::test_parts_that_are_handed_on_are_not_taken_for_their_gradients[True]",
+            "tests/behaviour/memory/test_views_handed_on.py::test_parts_that_are_handed_on_are_not_taken_for_their_gradients[False]",
         ),
     ),
     Mutation(

@@ -271,7 +271,7 @@ def test_whatever_a_file_says_of_calls_gradients_are_eagers() -> None:
     model, x = Encoder(2, 32), torch.randint(0, 50, (4, 16))
     eager = copy.deepcopy(model)
     text = json.loads(_planned(model, x).dumps())
-    chance = random.Random(1)
+    chance = random.Random(6)
     followed = 0
     for _ in range(25):
         changed = copy.deepcopy(text)
