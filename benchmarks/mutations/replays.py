@@ -111,6 +111,20 @@ REPLAYS = [
         (f"{_TESTS}::test_whatever_a_file_says_of_calls_gradients_are_eagers",),
     ),
     Mutation(
+        "kept-on-another-path",
+        "On another path what no noted call makes is not let go of.",
+        "A backward asks for it again, and there is nothing to make it of.",
+        (
+            Change(
+                _BACKWARD,
+                "            if self.followed or not (slot in bits or slot in there.kept) or "
+                "there.can_be_made(slot):\n",
+                "            if True:\n",
+            ),
+        ),
+        ("tests/replay/test_backward.py::test_on_another_path_what_no_noted_call_makes_stays",),
+    ),
+    Mutation(
         "schedule-on-another-path",
         "A step on another path follows the schedule as far as it can.",
         "All is made again at once, in more memory than without a plan.",
