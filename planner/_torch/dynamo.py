@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch._dynamo as dynamo
 from torch._dynamo import eval_frame
-from torch._dynamo.decorators import error_on_graph_break
 from torch._dynamo.exc import (
     InternalTorchDynamoError,
     TorchRuntimeError,
@@ -47,6 +46,7 @@ from planner.errors import CaptureError
 from planner.heap import room_on_the_stack
 
 _FrameAction, reset_code = of_graphs("torch._C._dynamo.eval_frame", "_FrameAction", "reset_code")
+error_on_graph_break = of_graphs("torch._dynamo.decorators", "error_on_graph_break")
 
 _DYNAMO_CONFIG: dict[str, Any] = {
     # A plan is followed also where the user's own torch.compile is switched off.
