@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv packages demo test compat test-all lint format schema picture reports docs zoo operators random mutations bench clean
+.PHONY: help venv packages demo test compat compat-all test-all lint format schema picture reports docs zoo operators random mutations bench clean
 
 help:  ## List these commands.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -74,6 +74,13 @@ test: venv  ## Run the tests that take seconds.
 
 compat:  ## Run the tests that take seconds with another PyTorch (some gigabytes): make compat TORCH=2.15.0
 	$(MAKE) test VENV=$(VENV)-$(TORCH:torch==%=%) TORCH=torch==$(TORCH:torch==%=%)
+
+# The oldest release that plans run on, and those between it and the newest.
+RELEASES := 2.6.0 2.7.1 2.8.0 2.9.1 2.10.0 2.11.0 2.12.1 2.14.1 2.15.0
+
+compat-all:  ## Run them with every release of PyTorch that is supported (some gigabytes each).
+	failed=; for release in $(RELEASES); do $(MAKE) compat TORCH=$$release || failed="$$failed $$release"; done; \
+	test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
 
 test-all: venv  ## Run all tests.
 	$(PYTEST) -n 2 --dist worksteal

@@ -54,7 +54,12 @@ from planner.training_step.recorder import Recording, StepRecorder
 from planner.training_step.regions import RunningRegions, refuse_in_checkpoint
 from planner.training_step.step import Step, differentiable_outputs, tensors_in, unique_storages
 
+Around = Callable[[torch.nn.Module, Any], torch.nn.Module]
 RecorderOf = Callable[[torch.nn.Module, ShardedUnits | None], Callable[..., StepRecorder]]
+
+
+def _as_it_is(call: torch.nn.Module, _: Any) -> torch.nn.Module:
+    return call
 
 
 class Most(NamedTuple):
@@ -111,18 +116,18 @@ def record_saving(
     module: torch.nn.Module,
     step: Step,
     recorder_of: RecorderOf,
-    around: Callable[[torch.nn.Module, Any], torch.nn.Module],
+    around: Around,
     progress: Progress | None = None,
     *,
     cuda: CudaKernels | None = None,
     accumulate: bool | None = None,
     rank: Rank | None = None,
 ) -> CapturedStep:
-    """Record one training step on a copy of the module, eagerly and by another recorder.
+    """Record one training step on a copy of the module, by a recorder that can tell what it is without one.
 
     Args:
         recorder_of: Given the copy and its sharded units, returns the class (or function) that makes the
-            recorder of the second pass.
+            recorder.
         around: Puts that recorder around the module's call.
 
     All else is as for :func:`capture`.
@@ -200,7 +205,7 @@ class _Capture:
         self._given = PythonState([], (copied.step.args, dict(copied.step.kwargs)))
         self.notes: list[str] = []
         self._uncompiled: dict[str, None] = {}  # in the order in which they are called
-        self._no_loss = self._eager_runs = self._leaves_tensors = False
+        self._no_loss = self._eager_runs = False
         self._with_gradients: dict[bool, list[bool]] = {}  # by whether graphs ran: of each parameter
         self._runners: list[GraphRunner] = []
         self.arriving: list[torch.Tensor] = []  # gradients that the next stage of a pipeline sends
@@ -227,26 +232,31 @@ class _Capture:
         with layouts_of_kernels(), contextlib.ExitStack() as stack:
             as_on_its_device(self._cuda, stack)
             stack.callback(self._python.restore)
-            return self._recorded_eagerly()
+            return self._recorded().recording
 
-    def run_saving(
-        self,
-        recorder_of: RecorderOf,
-        around: Callable[[torch.nn.Module, Any], torch.nn.Module],
-    ) -> CapturedStep:
-        """Record the step twice, the second time by another recorder: no graph is captured."""
+    def run_saving(self, recorder_of: RecorderOf, around: Around) -> CapturedStep:
+        """Record the step by another recorder, and as it is where that one cannot tell, without graphs."""
         module = self.copied.module
         with layouts_of_kernels(), contextlib.ExitStack() as stack:
             autocast = as_on_its_device(self._cuda, stack)
             stack.callback(self._python.restore)
-            self.report("running the eager step", 0.1)
+            self.report("running the step whose saved tensors are dropped", 0.1)
+            saving = partial(self._recorded, recorder_of(module, self._units), around)
+            python = PythonState([module], objects=True)
             with recurrent_calls(module) as recurrent:
-                eager = self._recorded_eagerly()
+                try:
+                    recorder = saving()
+                except CaptureError:
+                    self._recorded()  # as it is: its error is the better one, where it fails as well
+                    self._eager_runs = True
+                    recorder = saving()
             self._eager_runs = True
-            self.report("running the step whose saved tensors are dropped", 0.5)
-            recording, _ = self._record(
-                module, "running the step", recorder_of=recorder_of(module, self._units), around=around
-            )
+            if python.changed():  # a flag or a counter: the first step may be none like those that follow
+                recorder = saving()
+            if (eager := recorder.eagerly()) is None:
+                self.report("running the eager step", 0.6)
+                eager = self._recorded().recording
+            recording = recorder.recording
         if self._cuda is not None:
             warn_of_cpu_kernels(recording, (), module, recurrent, self._cuda, self._warn)
         self.report("captured", 1.0)
@@ -290,7 +300,7 @@ class _Capture:
             stack.callback(self._python.restore)
             report("running the eager step", 0.1)
             with recurrent_calls(module) as recurrent:
-                eager = self._recorded_eagerly()
+                eager = self._recorded().recording
             self._eager_runs = True
             count = sum(bool(e.allocates) and not e.backward for e in eager.events)
             if most is not None and most.operations is not None and count > most.operations:
@@ -377,7 +387,8 @@ class _Capture:
                 python.restore()  # counters and histories change with each pass: start where the last one did
             python = PythonState([self.copied.module], objects=True)
             self.report("recording the compiled step", 0.8)
-            recording, forward_events = self._record(target, "running the compiled step", runners)
+            recorder, forward_events = self._record(target, "running the compiled step", runners)
+            recording = recorder.recording
             waiting = [*(r for r in runners if r.outdated), *runners[traced:]]
             if waiting:  # this pass made new graphs: a forward may take another path the second time
                 attempts += 1
@@ -400,19 +411,24 @@ class _Capture:
         self.notes.append(text)
         warn(text)
 
-    def _recorded_eagerly(self) -> Recording:
+    def _recorded(
+        self, recorder_of: Callable[..., StepRecorder] = StepRecorder, around: Around = _as_it_is
+    ) -> StepRecorder:
         """Record the plain step; a second time if the first forward set up tensors that later ones find."""
-        record = partial(self._record, self.copied.module, "running the step")
-        recording, _ = record()
-        if not self._leaves_tensors:
-            return recording
+
+        def record() -> StepRecorder:
+            return self._record(self.copied.module, "running the step", (), recorder_of, around)[0]
+
+        recorder = record()
+        if not recorder.left_tensors():
+            return recorder
         try:
-            return record()[0]
+            return record()
         except CaptureError as error:
             if not is_of_carried_history(error.__cause__):
                 raise
         self.notes.append(CARRIED_HISTORY)
-        return record()[0]
+        return record()
 
     def _record(
         self,
@@ -420,8 +436,8 @@ class _Capture:
         doing: str,
         runners: Sequence[GraphRunner] = (),
         recorder_of: Callable[..., StepRecorder] = StepRecorder,
-        around: Callable[[torch.nn.Module, Any], torch.nn.Module] = lambda call, recorder: call,
-    ) -> tuple[Recording, int]:
+        around: Around = _as_it_is,
+    ) -> tuple[StepRecorder, int]:
         """Run the step under a recorder; returns also how many events the module's forward had."""
         if not self._eager_runs and holds_dtensors(self.copied.module):
             # DTensors cache how operators are distributed: keep that out of the recording.
@@ -445,8 +461,7 @@ class _Capture:
         if self._no_loss and step.in_flight is not None and not step.lets_go_of_outputs:
             self.arriving = [torch.empty_like(t, device="meta") for t in differentiable_outputs(kept[0])]
         del kept  # after the recording: users hold outputs beyond the step
-        self._leaves_tensors = recorder.left_tensors()
-        return recorder.recording, marked.events
+        return recorder, marked.events
 
     @contextlib.contextmanager
     def _pass(self, doing: str, *, restoring: bool = True) -> Iterator[None]:

@@ -20,7 +20,7 @@ class ReplayedStep(CapturedStep):
 
     Attributes:
         saved: What its calls are, and what autograd saves and asks for. ``compiled`` is the recording in
-            which nothing saved is held.
+            which nothing saved is held, ``eager`` the one in which all is.
         otherwise_rounded: As of :class:`planner.training_step.recorder.StepRecorder`.
     """
 

@@ -1,15 +1,15 @@
 """What a step does that is followed by replaying: its calls, and what autograd saves and asks for.
 
-The step runs once more under :class:`StepRecorder`, with hooks on what the module's forward saves for the
-backward. What is packed is not held, so that a storage dies in the recording when Python lets go of it. What
-is unpacked is a stand-in, a tensor of the same form in memory of its own, whose death says when the node is
+The step runs under :class:`StepRecorder`, with hooks on what the module's forward saves for the backward.
+What is packed is not held, so that a storage dies in the recording when Python lets go of it. What is
+unpacked is a stand-in, a tensor of the same form in memory of its own, whose death says when the node is
 done with it. So one recording gives, of each storage, how long it lives if it is dropped and if it is kept.
 """
 
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn.modules import module as every_module
 from torch.overrides import TorchFunctionMode
 
 from planner._torch import fake
+from planner._torch.autograd import CountingMode
 from planner._torch.tensors import SPARSE, held_tensors, storage_number, strided_copy
 from planner._torch.tracing.block_marks import marks_here
 from planner._torch.without_data.ctc_loss import lengths_are_tensors
@@ -31,7 +32,7 @@ from planner.replay.calls import (
     written_operands,
 )
 from planner.replay.units import ROOT, Units
-from planner.training_step.recorder import StepRecorder
+from planner.training_step.recorder import Recording, StepRecorder
 
 
 @dataclass(slots=True)
@@ -118,7 +119,7 @@ class Saved:
     unit_of: dict[int, int] = field(default_factory=dict)
 
 
-class SavesRecorder(StepRecorder):
+class SavesRecorder(CountingMode, StepRecorder):
     """Records one step whose saved tensors are packed; see the module's docstring.
 
     Args:
@@ -131,6 +132,7 @@ class SavesRecorder(StepRecorder):
         self, module: torch.nn.Module, sharded: ShardedUnits | None, *of_step: Any, **options: Any
     ) -> None:
         super().__init__(*of_step, **options)
+        self.look_for_unseen_writes()
         self.saved = Saved()
         self._sharded = [] if sharded is None else sharded.units
         self._units = Units(() if sharded is None else sharded.modules())
@@ -144,7 +146,7 @@ class SavesRecorder(StepRecorder):
         self._read: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}  # what the forward read, and where
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+        out = self.dispatched(func, types, args, kwargs)
         if self._paused or out is NotImplemented:
             return out
         events, made = self.recording.events, self.saved.made
@@ -172,6 +174,17 @@ class SavesRecorder(StepRecorder):
             self._look_for_other_memory()
             self._in_forward = self.under_a_mode = False
             self.saved.forward_events = len(self.recording.events)
+
+    def eagerly(self) -> Recording | None:
+        """As of :class:`StepRecorder`; without hooks, what autograd saves lives until it lets go of it."""
+        if super().eagerly() is None:
+            return None
+        storages = [replace(storage) for storage in self.recording.storages]
+        for save in self.saved.saves:
+            if save.storage >= 0 and (died := storages[save.storage].died_after) is not None:
+                until = None if save.released is None else max(died, save.released)
+                storages[save.storage].died_after = until
+        return replace(self.recording, storages=storages)
 
     # ---- inside ------------------------------------------------------------------------------------
 
@@ -362,6 +375,9 @@ class Form(NamedTuple):
 
     def tensor(self) -> torch.Tensor:
         """A tensor of this form, in memory of its own."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        if self.offset == 0 and self.elements == last + 1 and 0 not in self.shape:
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
         base = torch.empty(self.elements, dtype=self.dtype, device=self.device)
         return base.as_strided(self.shape, self.strides, self.offset)
 

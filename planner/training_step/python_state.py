@@ -105,6 +105,16 @@ class PythonState:
         for space, name, value in self._globals:
             space[name] = value
 
+    def changed(self) -> bool:
+        """Whether something of it is another object now than it was."""
+        return (
+            any(self._empty)
+            or any(not _same(container, saved) for container, saved in self._contents.values())
+            or any(_content(cell) is not content for cell, content in self._variables)
+            or any(not np.array_equal(array, numbers) for array, numbers in self._arrays)
+            or any(space[name] is not value for space, name, value in self._globals)
+        )
+
     def put_back_history(self) -> None:
         """Take out the tensors with a ``grad_fn`` that were left since, and put back the earlier values."""
         for container in self._empty:
@@ -252,7 +262,7 @@ def referred(function: Any) -> list[Any]:
 
 def put_back(container: Any, saved: Any) -> None:
     """Give a container back the very objects that it held."""
-    if container == saved if isinstance(container, set) else _same(container, saved):
+    if _same(container, saved):
         return
     container.clear()
     if isinstance(container, dict):
@@ -262,7 +272,9 @@ def put_back(container: Any, saved: Any) -> None:
 
 
 def _same(container: Any, saved: Any) -> bool:
-    """Whether two containers hold the very same objects in the same order."""
+    """Whether two containers hold the very same objects in the same order; of sets, the same elements."""
+    if isinstance(container, set):
+        return bool(container == saved)
     if len(container) != len(saved):
         return False
     if not isinstance(container, dict):

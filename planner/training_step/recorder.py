@@ -34,6 +34,7 @@ from planner._torch.tensors import (
     storage_number,
 )
 from planner._torch.tracing.inside_compile import not_compiled
+from planner._torch.without_data.ctc_loss import LENGTHS_AS_TENSORS
 from planner._torch.without_data.extremes import EXTREMES, GradientsOfExtremes
 from planner._torch.without_data.plain import ASKS_FOR_DEVICE, device_asked_for, device_of, stored_bytes
 from planner._torch.without_data.products import PRODUCTS, GradientsOfProducts
@@ -119,6 +120,7 @@ class StepRecorder(autograd.InfrastructureMode):
             place, or chooses by data, for plain tensors only, it then does not.
         otherwise_rounded: Whether gradients of products were computed under one, which are then rounded
             otherwise than without.
+        runs_otherwise: Whether something may have run under one as it does not without.
     """
 
     def __init__(
@@ -149,12 +151,16 @@ class StepRecorder(autograd.InfrastructureMode):
         self.resizes = Counter[int]()  # of storages, by the same
         self._lies_in: dict[int, int] = {}  # by storage of a view without data of what has some
         self.unseen: UnseenWrites | None = None
-        self.under_a_mode = self.otherwise_rounded = False
+        self.under_a_mode = self.otherwise_rounded = self.runs_otherwise = False
         # Held: their identities are not used again.
         self._resident: list[Any] = []
         self._is_resident([held for tensor in (*resident, *gradients) for held in held_tensors(tensor)])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.dispatched(func, types, args, kwargs)
+
+    def dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator, and record it."""
         if func is ASKS_FOR_DEVICE and fake.is_fake(args[0]):
             return device_asked_for(args)
         kwargs = kwargs or {}
@@ -167,6 +173,7 @@ class StepRecorder(autograd.InfrastructureMode):
             return func(*args, **kwargs)
         self._record_saved_number()
         node = autograd.running_node_number()
+        self.runs_otherwise |= self.under_a_mode and (node is not None or func is LENGTHS_AS_TENSORS)
         if node is not None and node[0] in PRODUCTS:
             self.otherwise_rounded |= self.under_a_mode
             instead = None if self.under_a_mode else self._products.instead(func, args, kwargs, node)
@@ -186,11 +193,7 @@ class StepRecorder(autograd.InfrastructureMode):
         if node is not None and self._accumulates_in_place(func, args, kwargs, node):
             out = args[0].add_(args[1])
             func = torch.ops.aten.add_.Tensor
-        elif (
-            func is torch.ops.aten.add.Tensor
-            and not self.under_a_mode
-            and self._product.is_followed_by_its_bias(args)
-        ):
+        elif self._adds_bias_in_place(func, args):
             out = torch.ops.aten.alias.default(args[0].add_(args[1]))
             func = torch.ops.aten.add_.Tensor
         else:
@@ -326,6 +329,10 @@ class StepRecorder(autograd.InfrastructureMode):
         """Whether something made in the step is still there, as a table that a first forward keeps."""
         return any(storage() is not None for storage in self._references.values())
 
+    def eagerly(self) -> Recording | None:
+        """The step as it runs without a mode; None where something may run otherwise then."""
+        return None if self.runs_otherwise else self.recording
+
     def pause(self) -> "_Pause":
         """A context in which operations run unrecorded."""
         return _Pause(self)
@@ -333,7 +340,7 @@ class StepRecorder(autograd.InfrastructureMode):
     # ---- inside ------------------------------------------------------------------------------------
 
     def _run_in_place_of_others(self, func: Any, *args: Any) -> Any:
-        return self.__torch_dispatch__(func, (), args)
+        return self.dispatched(func, (), args, {})
 
     def _record_saved_number(self) -> None:
         """Record the Python number that autograd saved of the last operation, now that there is its node."""
@@ -449,6 +456,12 @@ class StepRecorder(autograd.InfrastructureMode):
             and autograd.exclusively_owned(old)
             and autograd.engine_calls()
         )
+
+    def _adds_bias_in_place(self, func: Any, args: Any) -> bool:
+        if func is not torch.ops.aten.add.Tensor or not self._product.is_followed_by_its_bias(args):
+            return False
+        self.runs_otherwise |= self.under_a_mode
+        return not self.under_a_mode
 
     def _in_place(self, func: Any, args: Any, node: tuple[str, int] | None) -> Any:
         # What a node makes itself it changes in place, but not where tensor subclasses may be involved.

@@ -14,6 +14,8 @@ from planner._torch.own_code import stand_in
 from planner._torch.patches import replaced
 from planner._torch.without_data.fake_values import known_integers
 
+LENGTHS_AS_TENSORS = torch.ops.aten._ctc_loss.Tensor
+
 _ctc_loss: Any = torch.ctc_loss
 
 
