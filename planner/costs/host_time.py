@@ -1,4 +1,4 @@
-"""Seconds that Python takes to follow a plan by replays, beside those of the operators.
+"""Seconds that Python takes to follow a plan, beside those of the operators.
 
 On the CPU nothing runs beside Python. On a GPU operators wait in a queue while Python goes on, so nothing is
 counted. ``benchmarks/host_time.py`` compares these seconds with steps.
@@ -21,6 +21,10 @@ USUAL = 4e-6
 CALL, SAVE, AGAIN = 2.5, 3.0, 4.0
 """How many of these take as long as a call that is counted, as a tensor that autograd saves, as a re-run."""
 
+GRAPH = 300.0
+"""How many take as long as Dynamo's guards, AOTAutograd's wrappers and the hooks around one graph's forward and
+backward."""
+
 _REPEATS = 100
 
 
@@ -32,19 +36,22 @@ class HostTime:
         call: For each call of an operator in a forward of which something is dropped.
         save: For each tensor that autograd saves there.
         again: For each call that runs again, beside the operator itself.
+        graph: For each graph that runs, where the seconds of operators are measured.
     """
 
     call: float = 0.0
     save: float = 0.0
     again: float = 0.0
+    graph: float = 0.0
 
 
 def host_time(device: Device, costs: Costs) -> HostTime:
     """What Python takes on a device: measured, once, where the seconds of operators are."""
     if device.kind != "cpu":
         return HostTime()
-    unit = _measured() if isinstance(costs, MeasuredCosts) else USUAL
-    return HostTime(CALL * unit, SAVE * unit, AGAIN * unit)
+    measured = isinstance(costs, MeasuredCosts)
+    unit = _measured() if measured else USUAL
+    return HostTime(CALL * unit, SAVE * unit, AGAIN * unit, GRAPH * unit * measured)
 
 
 class _Passing(CountingMode):

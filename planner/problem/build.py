@@ -17,6 +17,7 @@ from planner.capture.captured_step import CapturedStep
 from planner.capture.graphs.graph_call import GraphCall
 from planner.costs.devices import Device, round_bytes
 from planner.costs.eager_timeline import EagerTimeline, eager_timeline, real_sizes
+from planner.costs.host_time import host_time
 from planner.costs.roofline import Costs, roofline
 from planner.costs.workspace import NOT_RUN, OpMemory, Workspaces
 from planner.graph.dying_operands import writing
@@ -47,6 +48,7 @@ class Problem:
         packed: The operations whose masks the forward packs, see :mod:`planner.problem.encodings`.
         host_bytes: What it keeps on the host, all of it when the backward begins.
         completed: For operations whose result is sent, the later one behind which that is complete.
+        following_seconds: What Python takes to enter its graphs, with a plan that recomputes nothing as well.
     """
 
     graph: Graph
@@ -56,6 +58,7 @@ class Problem:
     packed: frozenset[Source] = frozenset()
     host_bytes: int = 0
     completed: Mapping[Source, Source] = field(default_factory=dict)
+    following_seconds: float = 0.0
 
     def backward_sequences(self, captured: CapturedStep, schedule: Schedule) -> list[list[list[int]]]:
         """The backward of every captured graph under a schedule: for each execution its operations, in order.
@@ -109,7 +112,9 @@ def build_problem(
     if in_flight is not None:
         graph, left = with_others(graph, captured, builder.value_of, in_flight)
         eager = unplanned_with_others(captured, eager, in_flight)
-    return Problem(graph, sources, eager, left)
+    entered = sum(e.graph is not None and not e.graph.backward for e in captured.compiled.events)
+    following = entered * host_time(device, costs).graph
+    return Problem(graph, sources, eager, left, following_seconds=following)
 
 
 @dataclass

@@ -110,7 +110,7 @@ class ReplayProblem(Problem):
             its results. Of the problem in which nothing is packed.
         row_of_event: The row of each event. Of the same problem.
         number_bytes: By operation, what Python numbers take that only a dispatch mode makes tensors of.
-        following_seconds: What Python takes to follow a plan that drops something, re-runs aside.
+        following_seconds: Of a plan that drops something; others run the module as it is.
     """
 
     replayed: ReplayGraph = field(default_factory=ReplayGraph)
@@ -119,7 +119,6 @@ class ReplayProblem(Problem):
     calls_of: Mapping[BaseOp, tuple[int, ...]] = field(default_factory=dict)
     row_of_event: Mapping[int, BaseOp] = field(default_factory=dict)
     number_bytes: Mapping[int, int] = field(default_factory=dict)
-    following_seconds: float = 0.0
 
     def as_it_runs(self, schedule: Schedule) -> "ReplayProblem":
         """The problem of a plan. One that drops nothing runs as it is, without a dispatch mode."""
