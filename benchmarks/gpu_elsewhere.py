@@ -8,7 +8,8 @@ With ``--plans`` plans are made as well, for 60 % and for the peak of a checkpoi
 measured there, which ``benchmarks/gpu.py --plans`` runs there.
 With ``--times`` the table is of time: what each plan that was timed there takes beyond the step without a
 plan, as predicted then, as predicted now, and as measured. Launches are operations that take time, and how
-many of these run again.
+many of these run again. The last column is by two clocks: how long the GPU would wait for launches, each of
+the seconds that were calibrated there, besides what it waits for graphs to be entered.
 """
 
 import argparse
@@ -28,8 +29,12 @@ from benchmarks.frontiers.gpu_case import AS_CHECKPOINT, budget_of_peak, plan_fi
 from benchmarks.frontiers.gpu_models import CASES
 from benchmarks.frontiers.gpu_results import Row
 from benchmarks.frontiers.gpu_ways import arithmetic
+from planner.costs.devices import find_device
 from planner.errors import PlanWarning
-from planner.planfile.simulated import simulated
+from planner.planfile.simulated import SimulatedPlan, simulated
+
+WAIT = "_local_scalar_dense"
+"""The operation by which a branch asks for data."""
 
 
 @functools.cache
@@ -68,10 +73,25 @@ def budgets_of(rows: list[Row], row: Row, unplanned: planner.Plan) -> dict[str, 
     return budgets
 
 
-def print_times(rows: list[Row], device: str, models: list[str], small: bool) -> None:
-    """The table of extra time."""
-    print("| model | precision | plan | launches, again | then | predicted now | measured | points off |")
-    print("|---|---|---|---:|---:|---:|---:|---:|")
+def waiting_seconds(seen: SimulatedPlan, device: str, launch: float) -> float:
+    """How long a GPU waits for the host, which takes so many seconds a launch and works ahead of it."""
+    host = done = waited = 0.0
+    kernel_less = find_device(device).launch_seconds
+    for step in seen.schedule.tolist():
+        op = seen.graph.ops[step]
+        if WAIT in op.name:
+            host = max(host, done)
+        elif op.seconds > 0:
+            host += launch
+            waited += max(host - done, 0.0)
+            done = max(host, done) + op.seconds - kernel_less
+    return waited
+
+
+def print_times(rows: list[Row], device: str, launch: float, models: list[str], small: bool) -> None:
+    """The table of extra time; `launch` is what a launch was calibrated to take."""
+    print("| model | precision | plan | launches, again | then | now | measured | points off | waits |")
+    print("|---|---|---|---:|---:|---:|---:|---:|---:|")
     unplanned = {(row.model, row.precision): row for row in rows if row.way == "unplanned"}
     for row in rows:
         if row.measured_overhead is None or row.predicted_overhead is None or row.model not in models:
@@ -86,7 +106,8 @@ def print_times(rows: list[Row], device: str, models: list[str], small: bool) ->
         print(
             f"| {row.model} | {row.precision} | {row.way} | {sum(launches):,}, {again} "
             f"| {row.predicted_overhead:+.1%} | {now:+.1%} | {row.measured_overhead:+.1%} "
-            f"| {100 * (now - row.measured_overhead):+.1f} |",
+            f"| {100 * (now - row.measured_overhead):+.1f} "
+            f"| {1e3 * waiting_seconds(seen, device, launch):.2f} ms |",
             flush=True,
         )
 
@@ -103,9 +124,11 @@ def main(arguments: list[str] | None = None) -> None:
         "--times", action="store_true", help="of plans, instead of bytes of steps without one"
     )
     options = parser.parse_args(arguments)
-    rows = [Row(**row) for row in json.loads(options.results.read_text(encoding="utf-8"))["rows"]]
+    found = json.loads(options.results.read_text(encoding="utf-8"))
+    rows = [Row(**row) for row in found["rows"]]
     if options.times:
-        print_times(rows, options.device, options.models, options.small)
+        launch = found["calibration"]["launch_seconds"]
+        print_times(rows, options.device, launch, options.models, options.small)
         return
     print("| model | precision | predicted here | measured | error |\n|---|---|---:|---:|---:|")
     for row in rows:

@@ -91,6 +91,7 @@ class Program:
         scope |= {
             "torch": SimpleNamespace(**{**vars(torch), "cuda": cuda}),
             "assert_size_stride": lambda *_: None,
+            "copy_if_misaligned": lambda tensor: tensor,
             "reinterpret_tensor": torch.as_strided,
             "empty_strided_cuda": self._empty,
             "get_raw_stream": lambda _: 0,
