@@ -9,15 +9,19 @@ second (width 256, batch 4, sequence 128) computes. Printed are medians of proce
 the unplanned step.
 
 Below stand the same two, followed by replays: extra time as predicted, Python's included, and as measured.
+Then what Python takes to enter a planned graph, from a wait for data to the graph's first operator, for each
+tensor that the graph is given (``planner/costs/host_time.py``): a GPU has nothing to do meanwhile.
 """
 
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.nn as nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -39,8 +43,9 @@ def main() -> None:
         name: measure(*sizes, options.repeats) | replayed(*sizes[:3], options.repeats)
         for name, sizes in MODELS.items()
     }
+    entered = entering_seconds(options.repeats)
     if options.json:
-        json.dump(results, sys.stdout, indent=1)
+        json.dump({**results, "entering_seconds": entered}, sys.stdout, indent=1)
         return
     for name, networks in results.items():
         print(name)
@@ -52,6 +57,7 @@ def main() -> None:
                 continue
             milliseconds, ratio = found["seconds"] * 1e3, found["ratio_to_eager"]
             print(f"  {network:22} {milliseconds:8.2f} ms a step, {ratio:.3f}x eager")
+    print(f"entering a planned graph: {entered * 1e6:.1f} us for each tensor that it is given")
 
 
 def measure(width: int, batch: int, sequence: int, steps: int, repeats: int) -> dict[str, dict[str, float]]:
@@ -106,6 +112,52 @@ def replayed(width: int, batch: int, sequence: int, repeats: int) -> dict[str, d
         report = planner.verify(model, inputs, plan=plan, repeats=repeats)
         found[f"replayed, {budget}"] = {"predicted": plan.overhead, "measured": report.overhead}
     return found
+
+
+STAMPS: list[float] = []
+"""The thread's seconds at each call of the operator below."""
+
+
+@torch.library.custom_op("host_time::stamp", mutates_args=())
+def stamp(x: torch.Tensor) -> torch.Tensor:
+    """Notes when it is called, and returns a copy."""
+    STAMPS.append(time.thread_time())
+    return x.clone()
+
+
+stamp.register_fake(torch.empty_like)
+stamp.register_autograd(lambda _, gradient: gradient)
+
+
+class Waiting(nn.Module):
+    """A branch on data, and behind it a graph of so many layers, of two parameters each."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.LayerNorm(4) for _ in range(layers)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = stamp(x)
+        if (x == x).all():
+            x = stamp(x)
+        return self.layers(x).sum()
+
+
+def entering_seconds(repeats: int) -> float:
+    """Seconds for each tensor: those between the stamps grow with the layers. The least of some steps."""
+    few, many = 20, 200
+    least = []
+    for layers in (few, many):
+        model, x = Waiting(layers).train(), torch.randn(4, 4, requires_grad=True)
+        planner.auto_checkpoint(model, (x,), budget="1TiB", solver="none", backend="eager")
+        taken = []
+        for _ in range(3 + repeats):
+            STAMPS.clear()
+            model.zero_grad(set_to_none=True)
+            model(x).backward()
+            taken.append(STAMPS[1] - STAMPS[0])
+        least.append(min(taken[3:]))
+    return (least[1] - least[0]) / (2 * (many - few))
 
 
 def words(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:

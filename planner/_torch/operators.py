@@ -185,6 +185,14 @@ def sized_by_data(operator: Any) -> bool:
     return isinstance(operator, torch._ops.OpOverload) and torch.Tag.dynamic_output_shape in operator.tags
 
 
+def waits_for_data(operator: Any) -> bool:
+    """Whether Python waits for the device until the operator has run: it asks for data, or sizes follow from
+    them."""
+    if not isinstance(operator, torch._ops.OpOverload):
+        return False
+    return torch.Tag.data_dependent_output in operator.tags or sized_by_data(operator)
+
+
 def tf32_allowed(convolution: bool) -> bool:
     """Whether float32 convolutions, or matrix products, may use TF32."""
     if hasattr(torch.backends.cudnn, "conv"):

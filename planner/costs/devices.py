@@ -38,10 +38,13 @@ CUDA_CONTEXT_BYTES = 500 << 20
 CUDA_CONTEXT_BYTES_HOPPER = 700 << 20
 CUDA_LAUNCH_SECONDS = 4e-6  # kernels shorter than this are bound by their launch
 # PyTorch gives cuBLAS a workspace from the caching allocator for every thread that multiplies matrices (the
-# one that runs the forward and autograd's), which it keeps: :4096:2:16:8, 32 MiB from Hopper on.
+# one that runs the forward and autograd's), which it keeps: :4096:2:16:8, 32 MiB from Hopper on (an upper
+# bound where a version of PyTorch gives Blackwell the former). hipBLAS gets 32 MiB, and 128 on gfx94, the
+# MI300's: parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp.
 CUBLAS_THREADS = 2
 CUBLAS_WORKSPACE_BYTES = 2 * (4096 << 10) + 8 * (16 << 10)
 CUBLAS_WORKSPACE_BYTES_HOPPER = 32 << 20
+HIPBLAS_WORKSPACE_BYTES_GFX94 = 128 << 20
 LINKS = {7: 15.75e9, 8: 31.5e9, 9: 63e9}
 """Bytes per second in each direction of the links by which cards of a compute capability, or a later one, are
 connected: PCI Express x16, 3.0 for Volta and Turing, 4.0 for Ampere and Ada, 5.0 from Hopper on (NVIDIA's
@@ -116,6 +119,9 @@ def _gpu(
 ) -> Device:
     """`gib` as CUDA reports it; `bandwidth_gb` in 10^9 bytes/s; the dtypes in TFLOP/s."""
     amd, hopper = name.startswith("MI"), (capability or (0, 0)) >= (9, 0)
+    library = CUBLAS_WORKSPACE_BYTES_HOPPER if hopper else CUBLAS_WORKSPACE_BYTES
+    if amd and capability == (9, 4):
+        library = HIPBLAS_WORKSPACE_BYTES_GFX94
     generation = 8 if name == "MI250" else min(max((capability or (8, 0))[0], min(LINKS)), max(LINKS))
     tera = {"float64": float64, "float32": float32, "float16": float16, "bfloat16": bfloat16 or float32}
     if tf32 is not None:
@@ -131,7 +137,7 @@ def _gpu(
         launch_seconds=CUDA_LAUNCH_SECONDS,
         allocation_rounding_bytes=CUDA_ROUNDING_BYTES,
         context_bytes=CUDA_CONTEXT_BYTES_HOPPER if hopper and not amd else CUDA_CONTEXT_BYTES,
-        library_bytes=CUBLAS_THREADS * (CUBLAS_WORKSPACE_BYTES_HOPPER if hopper else CUBLAS_WORKSPACE_BYTES),
+        library_bytes=CUBLAS_THREADS * library,
         capability=capability,
         cudnn=not amd,
         to_host=LINKS[generation],

@@ -1,7 +1,10 @@
 """Seconds that Python takes to follow a plan, beside those of the operators.
 
-On the CPU nothing runs beside Python. On a GPU operators wait in a queue while Python goes on, so nothing is
-counted. ``benchmarks/host_time.py`` compares these seconds with steps.
+On the CPU nothing runs beside Python. What it takes to follow a plan by replays is counted; what it takes to
+enter graphs, which is the same whatever is recomputed, is told. On a GPU operators wait in a queue while
+Python goes on. Python counts only where it has waited for data of the device, as to take a branch: then the
+queue is empty, and the device waits until Python has entered the next planned graph.
+``benchmarks/host_time.py`` compares these seconds with steps.
 """
 
 import time
@@ -22,8 +25,12 @@ CALL, SAVE, AGAIN = 2.5, 3.0, 4.0
 """How many of these take as long as a call that is counted, as a tensor that autograd saves, as a re-run."""
 
 GRAPH = 300.0
-"""How many take as long as Dynamo's guards, AOTAutograd's wrappers and the hooks around one graph's forward and
-backward."""
+"""How many take as long as Dynamo's guards, AOTAutograd's wrappers and the hooks of one graph in a step."""
+
+ENTER = 4e-6
+"""Seconds for each tensor that a planned graph is given, from a wait for data to the graph's first operator:
+guards look at the tensor, and callers hand it on. As ``benchmarks/host_time.py`` measured on a core of an AMD
+EPYC; hosts differ."""
 
 _REPEATS = 100
 
@@ -52,6 +59,11 @@ def host_time(device: Device, costs: Costs) -> HostTime:
     measured = isinstance(costs, MeasuredCosts)
     unit = _measured() if measured else USUAL
     return HostTime(CALL * unit, SAVE * unit, AGAIN * unit, GRAPH * unit * measured)
+
+
+def entering_seconds(device: Device, tensors: int) -> float:
+    """How long a device whose queue is empty waits until Python has entered a graph of so many tensors."""
+    return ENTER * tensors if device.kind == "cuda" else 0.0
 
 
 class _Passing(CountingMode):

@@ -62,7 +62,7 @@ AS_WRITTEN = (
 )
 
 ENTERING = (
-    "Python enters the captured graphs in about {:.1f} ms a step, {:+.0%} of the step without a plan, whatever "
+    "Python enters the captured graphs in about {:.1f} ms a step, {:.0%} of the step without a plan, whatever "
     "is recomputed: the extra time above leaves it out. Plan larger batches, where it does not matter"
 )
 _MUCH_PYTHON = 0.05

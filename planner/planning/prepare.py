@@ -70,6 +70,11 @@ IN_EVALUATION = (
     "call model.train() before training, or plan with training=False to train it as it is"
 )
 
+OF_AMD = (
+    "what kernels of AMD's libraries (MIOpen, hipBLASLt, AOTriton) allocate inside, and how their results "
+    "lie, is not known for {} and does not count: the step may take more than planned. Leave room in the "
+    "budget, or plan on that device"
+)
 
 MOST_GRAPHS = 12
 """Of how many graphs a step may be that "auto" plans by graphs. The masks of Hugging Face's encoders and
@@ -344,6 +349,8 @@ def _problem(
     """The problem of a captured step, and what of it can be packed."""
     target = where.target
     workspaces = meter or cuda_scratch(target)
+    if workspaces is None and target.kind == "cuda":
+        _note_and_warn(captured, OF_AMD.format(target.name))
     if isinstance(captured, ReplayedStep):
         replayed = build_replayed(captured, target, workspaces, source)
         return replayed, find_masks(captured, replayed, target, meter, source)

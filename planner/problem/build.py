@@ -12,12 +12,13 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from planner._torch.operators import waits_for_data
 from planner.addresses import addresses
 from planner.capture.captured_step import CapturedStep
 from planner.capture.graphs.graph_call import GraphCall
 from planner.costs.devices import Device, round_bytes
 from planner.costs.eager_timeline import EagerTimeline, eager_timeline, real_sizes
-from planner.costs.host_time import host_time
+from planner.costs.host_time import entering_seconds, host_time
 from planner.costs.roofline import Costs, roofline
 from planner.costs.workspace import NOT_RUN, OpMemory, Workspaces
 from planner.graph.dying_operands import writing
@@ -132,6 +133,8 @@ class _Builder:
     _row_of: dict[JointOp, BaseOp] = field(default_factory=dict)
     _last_row: list[int] = field(default_factory=list)  # by event; -1 before the first row
     _held: dict[ValueId, int | None] = field(default_factory=dict)  # by value: event after which it is freed
+    _waiting: int | None = None  # the last row that waited for data, until a graph is entered
+    _entered: dict[int, int] = field(default_factory=dict)  # by such a row: tensors of the graph entered then
 
     def run(self) -> None:
         """Make a row of everything that happened in the step."""
@@ -155,7 +158,7 @@ class _Builder:
         # Both by call, which all executions of a graph share.
         taken: dict[int, float] = {}
         made: dict[tuple[int, ...], list[int]] = {}
-        for row, memory, number in zip(self.rows, memories, self._numbers(), strict=True):
+        for index, (row, memory, number) in enumerate(zip(self.rows, memories, self._numbers(), strict=True)):
             seconds, call = 0.0, row.call
             if row.allocates:
                 known = [values[v].bytes for v in row.allocates]
@@ -168,6 +171,7 @@ class _Builder:
                 if number not in taken:
                     taken[number] = costs.seconds(call.func, call.args, call.kwargs, row.output)
                 seconds = taken[number]
+            seconds += entering_seconds(self.device, self._entered.get(index, 0))
             set_costs(row.op, seconds, memory.workspace_bytes)
             ops.append(row.op)
         for base, row in numbered(BaseOp, self.rows):
@@ -232,6 +236,8 @@ class _Builder:
             region=GLUE_REGION,
             name=name,
         )
+        if not backward and waits_for_data(call.func):
+            self._waiting = len(self.rows)
         self.rows.append(Row(Source(), op, call, recording.outputs[event.call], made))
 
     def _graph_event(self, event: Event, call: GraphCall, backward: bool) -> None:
@@ -243,6 +249,9 @@ class _Builder:
             op = Op((), made, phase=Phase(backward), recomputable=False, region=GLUE_REGION, name=name)
             self.rows.append(Row(Source(), op, None, None, made))
             return
+        if self._waiting is not None and not call.backward:
+            self._entered[self._waiting] = len(joint.primals)
+            self._waiting = None
         execution = (call.graph, call.instance)
         storages = self._storages.setdefault(execution, {})
         region = Region(self._region_of.setdefault(execution, len(self._region_of)))

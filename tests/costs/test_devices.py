@@ -68,6 +68,17 @@ def test_named_accelerators(name: str, memory_gib: int, bandwidth: float, float1
     assert 0 < device.context_bytes < GIB
 
 
+@pytest.mark.parametrize(
+    ("name", "mib"),
+    [
+        *(("V100-32GB", 8.125), ("T4", 8.125), ("A100-80GB", 8.125), ("L40S", 8.125), ("RTX4090", 8.125)),
+        *(("H100", 32), ("H200", 32), ("B200", 32), ("RTX5090", 32), ("MI250", 32), ("MI300X", 128)),
+    ],
+)
+def test_each_of_two_threads_has_a_workspace_for_matrix_products(name: str, mib: float) -> None:
+    assert find_device(name).library_bytes == 2 * mib * 2**20
+
+
 @pytest.mark.parametrize("written", ["A100-80GB", "a100-80gb", "A100 80GB", "a100_80gb"])
 def test_names_may_be_written_loosely(written: str) -> None:
     assert find_device(written) is DEVICES["A100-80GB"]

@@ -55,13 +55,22 @@ def test_what_is_predicted_elsewhere_is_compared(tmp_path: Path, capsys: pytest.
     rows = [*steps, Row("gpt2", "fp32", "plan 60%", measured_bytes=1), Row("sd-unet", "fp32", "unplanned")]
     rows.append(Row("gpt2", "fp32", "checkpoint per block", measured_bytes=count - 1))
     results = tmp_path / "gpu.json"
-    results.write_text(json.dumps({"rows": [asdict(row) for row in rows]}))
+    rows.append(Row("gpt2", "fp32", gpu_case.AS_CHECKPOINT, predicted_overhead=0.5, measured_overhead=-0.25))
+    calibration = {"launch_seconds": 1e-3}
+    results.write_text(json.dumps({"rows": [asdict(row) for row in rows], "calibration": calibration}))
     plans = tmp_path / "plans"
     gpu_elsewhere.main([str(results), "--device", "H200", "--small", "--plans", str(plans)])
     table = capsys.readouterr().out.splitlines()
     assert [line.split("|")[-2].strip() for line in table[2:]] == ["0", "-50.000%"]
     plan = planner.Plan.load(gpu_case.plan_file(plans, "gpt2", "fp32", gpu_case.AS_CHECKPOINT))
     assert plan.predicted.dynamic_peak_bytes <= count
+    gpu_elsewhere.main([str(results), "--device", "H200", "--small", "--times"])
+    (line,) = capsys.readouterr().out.splitlines()[2:]
+    launches, then, now, measured, off, waits = [cell.strip() for cell in line.split("|")[4:-1]]
+    assert (then, measured) == ("+50.0%", "-25.0%")
+    assert float(off) == pytest.approx(float(now[:-1]) + 25, abs=0.11)
+    # Launches of a millisecond are all that takes time.
+    assert float(waits.removesuffix(" ms")) == pytest.approx(int(launches.partition(",")[0]), rel=0.03)
 
 
 SMALL = ("--device", "cpu", "--small", "--repeats", "1", "--models", "resnet-50", "--precisions", "fp32")
