@@ -62,8 +62,8 @@ AS_WRITTEN = (
 )
 
 ENTERING = (
-    "Python enters the captured graphs in about {:.1f} ms a step, {:.0%} of the step without a plan, whatever "
-    "is recomputed: the extra time above leaves it out. Plan larger batches, where it does not matter"
+    "Python enters the captured graphs in about {:.1f} ms a step, {:.0%} of the step without a plan, whatever"
+    " is recomputed: the extra time above leaves it out. Plan larger batches, where it does not matter"
 )
 _MUCH_PYTHON = 0.05
 """The share of a step from which on it is told."""
