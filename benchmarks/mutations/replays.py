@@ -6,6 +6,7 @@ _FOLLOW = "planner/replay/follow.py"
 _SLOTS, _BACKWARD = "planner/replay/slots.py", "planner/replay/backward.py"
 _NOTED = "planner/replay/noted.py"
 _TESTS = "tests/replay/test_replayed.py"
+_ONCE = "tests/replay/test_recorded_once.py::test_what_autograd_saves_tells_the_step_without_a_plan"
 _PATHS = "tests/replay/test_replayed_paths.py"
 
 REPLAYS = [
@@ -137,5 +138,25 @@ REPLAYS = [
         "It is recorded as without, and each step is warned of.",
         (Change("planner/replay/recorder.py", ", lengths_are_tensors():\n", ":\n"),),
         (f"{_TESTS}::test_ctc_losses_are_followed_as_they_are_under_a_dispatch_mode",),
+    ),
+    Mutation(
+        "first-step-like-the-others",
+        "A step that changes an attribute is recorded a second time.",
+        "What only the first step does is planned.",
+        (Change("planner/capture/capture.py", "            if python.changed():", "            if False:"),),
+        (f"{_ONCE}[Counting-shape1-2]",),
+    ),
+    Mutation(
+        "otherwise-without-a-mode",
+        "Where PyTorch chooses otherwise under a dispatch mode, the step without a plan is recorded, too.",
+        "A sum that PyTorch makes in place counts as memory of the step without a plan.",
+        (
+            Change(
+                "planner/training_step/recorder.py",
+                "        return None if self.runs_otherwise else self.recording\n",
+                "        return self.recording\n",
+            ),
+        ),
+        (f"{_ONCE}[Turned-shape2-2]",),
     ),
 ]
