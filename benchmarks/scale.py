@@ -128,10 +128,10 @@ def in_pieces(case: str, split: SplitWhat, length: int) -> str:
     started = time.process_time()
     model, given = build(shape, dtype), words(length)
     options: StepKeywords = {
-        "device": "H100", "optimizer": "adamw", "outputs": "dropped", "parallel": parallel, "split": split,
+        "device": "H100", "optimizer": "adamw", "outputs": "dropped", "parallel": parallel,
     }  # fmt: skip
     try:
-        plan = planner.plan(model, kwargs=given, budget=BUDGET, **options)
+        plan = planner.plan(model, kwargs=given, budget=BUDGET, split=split, **options)
         assert plan.whole_step is not None
         takes, extra = f"{plan.whole_step.total_bytes / 1e9:.2f}", f"{plan.overhead:+.1%}"
     except planner.InfeasibleBudget as error:
