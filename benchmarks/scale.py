@@ -1,12 +1,15 @@
 """What one rank of a cluster takes to train Llama-3, without the cluster: FSDP2 on 8 and 64 H100.
 
     python benchmarks/scale.py [--cases 8B-8,70B-64] [--out FOLDER] [--render]
+    python benchmarks/scale.py --cases 8B-8 --split loss auto --lengths 110592 131072
 
 Models are on the meta device, so that no weight is in memory; everything is predicted. Rows are written as
-JSON, one file each.
+JSON, one file each. With --split a table is printed of sequences of such lengths, with losses (and MLPs) in
+pieces.
 """
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -22,7 +25,7 @@ import planner
 from planner.batch.interpolate import SizedSteps
 from planner.estimation.checkpointed import with_checkpoints
 from planner.estimation.estimate import prepared_step
-from planner.planning.options import StepKeywords
+from planner.planning.options import SplitWhat, StepKeywords
 from planner.planning.solve import plan_prepared
 
 BUDGET, SEQUENCE, UNIT = "80GB", 8192, 256
@@ -119,6 +122,23 @@ def rows(case: str, path: Path) -> None:
         note(longest_planned=0)
 
 
+def in_pieces(case: str, split: SplitWhat, length: int) -> str:
+    """A line of the table of plans with pieces."""
+    shape, parallel, dtype = CASES[case]
+    started = time.process_time()
+    model, given = build(shape, dtype), words(length)
+    options: StepKeywords = {
+        "device": "H100", "optimizer": "adamw", "outputs": "dropped", "parallel": parallel,
+    }  # fmt: skip
+    try:
+        plan = planner.plan(model, kwargs=given, budget=BUDGET, split=split, **options)
+        assert plan.whole_step is not None
+        takes, extra = f"{plan.whole_step.total_bytes / 1e9:.2f}", f"{plan.overhead:+.1%}"
+    except planner.InfeasibleBudget as error:
+        takes, extra = f"does not fit: the least is {error.minimum_bytes / 1e9:.1f}", ""
+    return f"| {case} | {length:,} | {split} | {takes} | {extra} | {time.process_time() - started:.0f} s |"
+
+
 def _longest(whole: int, half: int) -> int:
     """The longest sequence within the budget, on the line through two: with flash attention nothing grows
     faster than the sequence."""
@@ -171,7 +191,14 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(c for c in CASES if "tiny" not in c))
     parser.add_argument("--out", type=Path, default=Path("out/scale"))
     parser.add_argument("--render", action="store_true", help="only print the table of the rows in --out")
+    parser.add_argument("--split", nargs="+", choices=["loss", "auto"], help="plan the --lengths in pieces")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[110_592], help="tokens")
     given = parser.parse_args()
+    if given.split:
+        print("| case | tokens | split | GB | extra time | planned in |\n|---|---|---|---|---|---|")
+        for case, length, split in itertools.product(given.cases.split(","), given.lengths, given.split):
+            print(in_pieces(case, split, length), flush=True)
+        return
     given.out.mkdir(parents=True, exist_ok=True)
     if not given.render:
         for case in given.cases.split(","):

@@ -56,7 +56,7 @@ def plan_prepared(prepared: Prepared, budget: int | str, *, progress: Progress |
     wanted = prepared.budget(budget)
     if prepared.options.split == "none":
         return _planned(prepared, wanted, report)
-    return Forms(prepared, _planned).planned(wanted, room_bytes(wanted, prepared), report)
+    return Forms(prepared, _planned, _bound).planned(wanted, room_bytes(wanted, prepared), report)
 
 
 def swept_in_pieces(
@@ -78,7 +78,7 @@ def swept_in_pieces(
     count = len(budgets) or points
     options = replace(prepared.options, time_limit=prepared.options.time_limit / count)
     prepared = replace(prepared, options=options)
-    forms, found, refused = Forms(prepared, _planned), list[PlanRecord](), list[InfeasibleBudget]()
+    forms, found, refused = Forms(prepared, _planned, _bound), list[PlanRecord](), list[InfeasibleBudget]()
     wanted = list(budgets)
     if not wanted:
         found.append(forms.planned(prepared.budget("min"), None, no_report))
@@ -103,7 +103,25 @@ def swept_in_pieces(
     return found
 
 
-def _planned(prepared: Prepared, wanted: Budget, report: Progress, minimum: bool = True) -> PlanRecord:
+def _bound(prepared: Prepared, wanted: Budget) -> float:
+    """Seconds that no plan of a step undercuts for a budget in bytes, results that are sent left aside."""
+    if prepared.options.offload != "none":
+        return prepared.problem.graph.base_seconds
+    room = room_bytes(wanted, prepared)
+    assert room is not None
+    offer = offered(prepared, _constraints(prepared, prepared.problem.graph))
+    graphs = [prepared.problem.graph] if offer is None else [prepared.problem.graph, offer.problem.graph]
+    return min(first_bound(graph, room, prepared.options.time_limit).seconds for graph in graphs)
+
+
+def _planned(
+    prepared: Prepared,
+    wanted: Budget,
+    report: Progress,
+    minimum: bool = True,
+    rival: float = math.inf,
+) -> PlanRecord:
+    """Plan a step in one form; ``rival``: seconds of a plan in another one, which it has to undercut."""
     options, graph = prepared.options, prepared.problem.graph
     report(f"solving ({options.solver})", 0.0)
     room = room_bytes(wanted, prepared)
@@ -111,7 +129,7 @@ def _planned(prepared: Prepared, wanted: Budget, report: Progress, minimum: bool
     if options.backend == "inductor":
         return _planned_for_inductor(prepared, wanted, room, constraints, report)
 
-    solved = _solved(prepared, wanted, room, constraints, report, minimum)
+    solved = _solved(prepared, wanted, room, constraints, report, minimum, rival)
     if _better_as_written(prepared, solved.solution, wanted, room):
         warn(AS_WRITTEN)
         nothing = replace(
@@ -157,6 +175,7 @@ def _solved(
     constraints: Constraints,
     report: Progress,
     minimum: bool = True,
+    rival: float = math.inf,
 ) -> Solved:
     """The fastest schedule, or that of the least peak, with masks packed where that is better.
 
@@ -189,12 +208,26 @@ def _solved(
             minimum=minimum,
         )
 
-    def without(progress: Progress, rival: float = math.inf) -> Solved:
+    def undercutting(
+        solve: Callable[[float, int | None, float], Solution], total: Callable[[Schedule], int], rival: float
+    ) -> Callable[[int | None, float], Solution]:
+        """Solves for one room after the other; what fits the budget is the rival of what comes after it."""
+
+        def again(room: int | None, seconds: float) -> Solution:
+            nonlocal rival
+            solution = solve(rival, room, seconds)
+            if wanted.bytes is not None and solution.feasible and total(solution.schedule) <= wanted.bytes:
+                rival = min(rival, solution.seconds)
+            return solution
+
+        return again
+
+    def without(progress: Progress, rival: float = rival) -> Solved:
         # In as much time as without an offer, or what is found could be worse than that.
-        again = partial(solve, problem.graph, constraints, progress, rival)
-        solution = again(room, options.time_limit)
-        total = total_bytes(prepared)
-        solution = reserving_no_more(prepared, solution, wanted, again, total, time_limit=options.time_limit)
+        total, limit = total_bytes(prepared), options.time_limit
+        again = undercutting(partial(solve, problem.graph, constraints, progress), total, rival)
+        solution = again(room, limit)
+        solution = reserving_no_more(prepared, solution, wanted, again, total, time_limit=limit, rival=rival)
         solved = Solved(solution, problem)
         if not (offer or sending) or keeps_everything(solved):
             return solved
@@ -205,16 +238,16 @@ def _solved(
     def packing(
         offer: PackedProblem,
         progress: Progress,
-        rival: float = math.inf,
+        rival: float = rival,
         room: int | None = room,
         share: float = 0.5,
     ) -> Solved:
         masks = offer.problem.graph
         given = _constraints(prepared, masks)
-        again = partial(solve, masks, given, progress, rival)
-        limit = share * options.time_limit
-        total = total_bytes(prepared, offer)
-        solution = reserving_no_more(prepared, again(room, limit), wanted, again, total, time_limit=limit)
+        total, limit = total_bytes(prepared, offer), share * options.time_limit
+        again = undercutting(partial(solve, masks, given, progress), total, rival)
+        solution = again(room, limit)
+        solution = reserving_no_more(prepared, solution, wanted, again, total, time_limit=limit, rival=rival)
         return followed(prepared, offer, solution)
 
     if offer is None:
@@ -234,10 +267,9 @@ def _solved(
         ways = [replace(way, bound=bound) for way, bound in zip(ways, bounds, strict=True)]
         ways.sort(key=lambda way: way.bound.seconds)  # without masks first where both are the same
     first, second = ways
-    solved = first.solve(part_of(report, 0.0, 0.46), math.inf)
+    solved = first.solve(part_of(report, 0.0, 0.46), rival)
     if first.solve is without and keeps_everything(solved):
         return solved
-    rival = math.inf
     if room is not None and fits(solved, room):
         settings = EFFORTS[options.effort]
         enough = solved.solution.seconds - settings.other_form * problem.graph.base_seconds
@@ -246,7 +278,7 @@ def _solved(
             bound = tightened(second.graph, room, bound, settings.small_program_seconds / 4)
         if bound.seconds >= enough:
             return solved
-        rival = solved.solution.seconds
+        rival = min(rival, solved.solution.seconds)
     return better(solved, second.solve(part_of(report, 0.46, 0.93), rival), room)
 
 
@@ -305,6 +337,7 @@ def reserving_no_more(
     total: Callable[[Schedule], int],
     *,
     time_limit: float,
+    rival: float = math.inf,
 ) -> Solution:
     """A solution whose step holds a budget on a GPU with all that its allocator reserves.
 
@@ -314,10 +347,18 @@ def reserving_no_more(
         solution: A solver's for what the budget allows to be allocated.
         solve, total: As for :func:`planner.planning.within_budget.within_budget`.
         time_limit: Wall seconds for solving again.
+        rival: Seconds of a plan in another form: nothing that takes as long is brought within the budget.
     """
     if budget.bytes is None or budget.relative or prepared.device.kind != "cuda":
         return solution
-    return within_budget(solution, budget.bytes, total, solve, time_limit=time_limit)
+    return within_budget(
+        solution,
+        budget.bytes,
+        total,
+        solve,
+        time_limit=time_limit,
+        too_slow=lambda solution: solution.seconds >= rival,
+    )
 
 
 def find_solver(name: str) -> Solve:

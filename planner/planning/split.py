@@ -1,9 +1,10 @@
 """Steps whose loss is computed in pieces: which splits there are, and the best of them for a budget."""
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from typing import Protocol
 
 from planner._torch.joint import aot_metadata
 from planner.capture.captured_step import CapturedGraph
@@ -20,9 +21,9 @@ from planner.planning.prepared import Prepared
 from planner.problem.build import build_problem
 from planner.problem.encodings import find_packings
 from planner.progress import Progress, part_of
+from solvers.effort import EFFORTS
 from solvers.least import floor_bytes
 from solvers.model.schedule import simulate
-from solvers.one_budget import first_bound
 
 LEAST_ROWS = 128
 """Of a piece, where there are more: products of fewer rows take longer for each."""
@@ -39,15 +40,25 @@ _HARDLY = 1 / 50
 _LITTLE = 1 / 100
 """Of that peak: results that take less are not divided, or not further."""
 
+_FASTER = 1 / 200
+"""Of the step's time: with half as many pieces that save less, it is not looked at."""
+
 _MUCH = 1 / 20
 """Of the peak: smaller results are not worth pieces."""
 
-_SLOWER = 1.02
-"""By how much a plan in the form "forward" is slower than the step for the other form to be looked at."""
 
+class Planning(Protocol):
+    """Plans a step for a budget; a plan is of use that takes fewer seconds than ``rival``. Where none fits
+    the error has to tell the least, with ``minimum``, or else what was found so far."""
 
-Plan = Callable[[Prepared, Budget, Progress, bool], PlanRecord]
-"""Plans a step for a budget; where none fits the error has to tell the least, or what was found so far."""
+    def __call__(
+        self,
+        prepared: Prepared,
+        wanted: Budget,
+        report: Progress,
+        minimum: bool = True,
+        rival: float = math.inf,
+    ) -> PlanRecord: ...
 
 
 class Forms:
@@ -56,10 +67,13 @@ class Forms:
     Args:
         prepared: The step, in one piece.
         plan: Plans a step.
+        bound: Seconds that no plan of a step undercuts for a budget in bytes; infinity where none fits.
     """
 
-    def __init__(self, prepared: Prepared, plan: Plan) -> None:
-        self._prepared, self._plan = prepared, plan
+    def __init__(
+        self, prepared: Prepared, plan: Planning, bound: Callable[[Prepared, Budget], float]
+    ) -> None:
+        self._prepared, self._plan, self._bound = prepared, plan, bound
         self._made = dict[Split, Prepared | CaptureError]()
 
     def planned(self, wanted: Budget, room: int | None, progress: Progress) -> PlanRecord:
@@ -75,33 +89,59 @@ class Forms:
         """
         graph = self._prepared.problem.graph
         if room is not None and simulate(graph, graph.base_schedule).peak_bytes <= room:
-            return self._plan(self._prepared, wanted, progress, True)
-        if self._splits == [None]:
-            return self._plan(self._prepared, wanted, progress, True)
+            return self._plan(self._prepared, wanted, progress)
         if isinstance(self._prepared.costs, MeasuredCosts) and not self._made:
             self._prepared.costs.allow(_TIMED_SECONDS)
+        splits = self._splits(room)
+        if splits == [None]:
+            return self._plan(self._prepared, wanted, progress)
         if room is None:
-            return self._least(wanted, progress)
-        return self._best(wanted, progress, self._splits)
+            return self._least(wanted, progress, splits)
+        return self._best(wanted, progress, splits)
 
-    @cached_property
-    def _splits(self) -> list[Split | None]:
-        """How to split, the fastest first; None is not at all."""
+    def _splits(self, room: int | None) -> list[Split | None]:
+        """How to split; None is not at all. The least takes as many pieces as are of use; all else may be
+        faster in fewer."""
         runs = _runs(self._prepared)
         if runs and not any(self._is_much(run) for run in runs):
             return [None]
-        enough, most = _pieces(self._prepared, runs)
+        most = _most_pieces(self._prepared, runs, room)
         in_loss = any(run.in_loss for run in runs)
         what = _what(self._prepared)
-        splits: list[Split | None] = []
+        splits = list[Split]()
         if in_loss:
-            splits += dict.fromkeys([Split("forward", enough), Split("forward", most)])
             splits.append(Split("backward", most))
-        if what == "auto" and in_loss:
-            splits.append(Split("forward", most, what))
+            fewer = self._in_fewer(most, runs, room)
+            splits += fewer
+            if what == "auto":
+                splits += [split._replace(what=what) for split in fewer]
         if what == "auto" or not in_loss:
             splits.append(Split("backward", most, what))
-        return [*splits, None]
+        return [*dict.fromkeys(splits), None]
+
+    def _in_fewer(self, most: int, runs: Sequence[Run], room: int | None) -> list[Split]:
+        """The loss with gradients in the forward, where that is possible, in most pieces and in fewer: in
+        half as many as long as that saves time, and a piece is less than there is room for."""
+        split = Split("forward", most)
+        step = self._step(split)
+        if step is None:
+            split = Split("backward", most)
+            step = self._step(split)
+        splits = [split]
+        while room is not None and step is not None and split.pieces > 2:
+            split = split._replace(pieces=split.pieces // 2)
+            before, step = step.problem.graph.base_seconds, self._step(split)
+            saves = step is not None and step.problem.graph.base_seconds < before * (1 - _FASTER)
+            if not saves or max(run.bytes for run in runs) > split.pieces * room:
+                break
+            splits.append(split)
+        return splits
+
+    @property
+    def _little_seconds(self) -> float:
+        """Of two forms that differ by less, one is as good as the other."""
+        prepared = self._prepared
+        return EFFORTS[prepared.options.effort].other_form * prepared.problem.graph.base_seconds
 
     def _is_much(self, run: Run) -> bool:
         return run.bytes > self._prepared.problem.eager.peak_bytes * _LITTLE
@@ -109,33 +149,56 @@ class Forms:
     def _best(
         self, wanted: Budget, progress: Progress, tried: Sequence[Split | None], minimum: bool = True
     ) -> PlanRecord:
-        """The fastest plan for a budget in bytes, of some forms."""
-        found, refused = list[PlanRecord](), list[InfeasibleBudget]()
-        for number, split in enumerate(tried):
-            step = self._step(split)
-            if step is None or (found and _undercut(step, wanted, found)):
+        """The fastest plan for a budget in bytes, of some forms: first of those whose bound is lowest. Forms
+        with MLPs in pieces come after all others, so that they make no plan slower."""
+        steps = [(split, step) for split in tried if (step := self._step(split)) is not None]
+        bounds = [self._bound(step, wanted) for _, step in steps]
+        last = [split is not None and split.what == "auto" for split, _ in steps]
+        found: PlanRecord | None = None
+        refused = list[InfeasibleBudget]()
+        for number, n in enumerate(sorted(range(len(steps)), key=lambda n: (last[n], bounds[n]))):
+            rival = math.inf if found is None else found.predicted.seconds
+            if found is not None and bounds[n] >= rival - self._little_seconds:
                 continue
-            share = part_of(progress, number / len(tried), (number + 1) / len(tried))
+            share = part_of(progress, number / len(steps), (number + 1) / len(steps))
             try:
-                found.append(self._plan(step, wanted, share, minimum))
+                made = self._plan(steps[n][1], wanted, share, False, rival)
             except InfeasibleBudget as error:
                 refused.append(error)
-            if found and not _is_slow(found[-1]):
-                break
-        if found:
-            return min(found, key=lambda made: (made.predicted.seconds, made.predicted.dynamic_peak_bytes))
-        raise min(refused, key=lambda error: error.minimum_bytes)
+            else:
+                found = made if made.predicted.seconds < rival else found
+        if found is None and minimum:
+            return self._fitting_least(wanted, progress, [step for _, step in steps])
+        if found is None:
+            raise min(refused, key=lambda error: error.minimum_bytes)
+        return found
 
-    def _least(self, wanted: Budget, progress: Progress) -> PlanRecord:
+    def _fitting_least(self, wanted: Budget, progress: Progress, steps: Sequence[Prepared]) -> PlanRecord:
+        """The plan of the least peak of some steps, where it fits a budget that nothing faster fits."""
+        refused: InfeasibleBudget | None = None
+        for floor, step in sorted(((self._floor(step), step) for step in steps), key=lambda each: each[0]):
+            if refused is not None and floor >= refused.minimum_bytes:
+                break
+            try:
+                return self._plan(step, wanted, progress, True)
+            except InfeasibleBudget as error:
+                refused = min(refused or error, error, key=lambda error: error.minimum_bytes)
+        assert refused is not None
+        raise refused
+
+    def _floor(self, step: Prepared) -> int:
+        """Bytes of the whole step that no plan undercuts."""
+        prepared = self._prepared
+        return prepared.footprint.around(prepared.resident.total) + floor_bytes(step.problem.graph)
+
+    def _least(self, wanted: Budget, progress: Progress, tried: Sequence[Split | None]) -> PlanRecord:
         """The fastest plan whose peak is hardly more than the least: than what no plan undercuts, or, where
         none is found there, than the least that is found."""
         prepared = self._prepared
         hardly = int(prepared.problem.eager.peak_bytes * _HARDLY)
-        most = max((split.pieces for split in self._splits if split is not None), default=0)
-        tried = [split for split in self._splits if split is None or split.pieces == most]
         steps = {split: step for split in tried if (step := self._step(split)) is not None}
         around = prepared.footprint.around(prepared.resident.total)
-        floors = {split: around + floor_bytes(step.problem.graph) for split, step in steps.items()}
+        floors = {split: self._floor(step) for split, step in steps.items()}
         left = prepared.footprint.whole_step(0, prepared.problem.final_bytes).total_bytes
         enough = max(left, min(floors.values()))
 
@@ -151,11 +214,11 @@ class Forms:
             found = error.minimum_bytes
             for step in steps.values():
                 quick = replace(step, packings=(), options=replace(step.options, time_limit=seconds))
-                least = self._plan(quick, any_time, share, True)
+                least = self._plan(quick, any_time, share)
                 found = min(found, around + least.predicted.dynamic_peak_bytes)
             made = within(found + hardly, part_of(progress, 0.5, 1.0), True)
         if wanted.max_overhead is not None and made.overhead > wanted.max_overhead:
-            plans = [self._plan(step, wanted, progress, True) for step in steps.values()]
+            plans = [self._plan(step, wanted, progress) for step in steps.values()]
             return min(plans, key=lambda plan: plan.predicted.dynamic_peak_bytes)
         asked = {"budget_bytes": wanted.bytes, "budget_text": wanted.text}
         return made.model_copy(update={"target": made.target.model_copy(update=asked)})
@@ -181,18 +244,6 @@ class Forms:
         return None if isinstance(step, CaptureError) else step
 
 
-def _undercut(step: Prepared, wanted: Budget, found: Sequence[PlanRecord]) -> bool:
-    """Whether no plan of a step is faster than those that are found."""
-    assert wanted.bytes is not None
-    room = step.footprint.room_bytes(wanted.bytes)
-    bound = first_bound(step.problem.graph, room, step.options.time_limit)
-    return bound.seconds >= min(made.predicted.seconds for made in found)
-
-
-def _is_slow(plan: PlanRecord) -> bool:
-    return plan.predicted.seconds > plan.no_recompute.seconds * _SLOWER
-
-
 def _runs(prepared: Prepared) -> list[Run]:
     """What can be computed in pieces."""
     found = list[Run]()
@@ -203,16 +254,14 @@ def _runs(prepared: Prepared) -> list[Run]:
     return found
 
 
-def _pieces(prepared: Prepared, runs: Sequence[Run]) -> tuple[int, int]:
-    """How many pieces are so small that the step hardly takes more for them, and how many at most."""
-    enough, most = 2, 2
-    little = prepared.problem.eager.peak_bytes * _LITTLE
+def _most_pieces(prepared: Prepared, runs: Sequence[Run], room: int | None) -> int:
+    """In how many pieces the step hardly takes more for each."""
+    most, peak = 2, prepared.problem.eager.peak_bytes
+    little = _LITTLE * (peak if room is None else min(room, peak))
     for run in runs:
         while -(-run.rows // (2 * most)) >= LEAST_ROWS and run.bytes > most * little:
             most *= 2
-        while enough < most and run.bytes > enough * prepared.problem.final_bytes // 2:
-            enough *= 2
-    return enough, most
+    return most
 
 
 def _what(prepared: Prepared) -> SplitRuns:

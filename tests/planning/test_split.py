@@ -1,6 +1,7 @@
 """Losses in pieces: the peak that is predicted, and gradients as near to the true ones as without a plan."""
 
 import copy
+import math
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -16,13 +17,15 @@ import planner
 from planner._torch.joint import aot
 from planner.errors import CaptureError, FreedError, PlanMismatch
 from planner.graph.joint_graph import read_joint
-from planner.graph.spec import Split, SplitForm
+from planner.graph.spec import Split, SplitForm, SplitRuns
 from planner.graph.split.pieces import split_where_possible
+from planner.planfile.budget import Budget
+from planner.planfile.plan import PlanRecord
 from planner.planning.options import PlanOptions
 from planner.planning.prepare import prepare
 from planner.planning.prepared import Prepared
-from planner.planning.solve import _planned
-from planner.planning.split import _split
+from planner.planning.solve import _bound, _planned
+from planner.planning.split import Forms, _split
 from planner.training_step.step import Step
 from planner.user_plan import Plan
 from planner.verification.measure import measure_peak
@@ -548,6 +551,51 @@ def test_a_plan_is_the_best_of_both_forms(tmp_path: Any) -> None:
         assert "not equal in the last bits" in plan.summary()
         plan.save(tmp_path / "plan.json")
         check(model, args, Plan.load(tmp_path / "plan.json"))
+
+
+def test_where_there_is_room_a_loss_is_in_fewer_pieces() -> None:
+    """Each piece adds to the whole gradient of the weight."""
+    torch.manual_seed(0)
+    model, args = LanguageModel(), batch((8, 128))
+    least = planner.plan(model, args, budget="min", split="loss", **options())
+    more = least.baseline.dynamic_peak_bytes // 2 + least.resident.total
+    fits = planner.plan(model, args, budget=more, split="loss", **options())
+    pieces = [graph.split.pieces for plan in (least, fits) for graph in plan.graphs if graph.split]
+    assert pieces[1] < pieces[0]
+    assert fits.predicted.seconds < least.no_recompute.seconds
+    check(model, args, fits)
+
+
+def test_forms_of_a_step_are_rivals_and_mlps_in_pieces_make_none_slower() -> None:
+    torch.manual_seed(0)
+    args = tuple(torch.randint(0, 64, (4, 128)) for _ in range(2))
+    model = MLPs(gated=False)
+    wanted = PlanOptions(**options(backend="eager", split="auto", encodings="none"))
+    step = prepare(model, replace(Step.of(model, args, {}, loss_of, "dropped"), training=True), wanted)
+    calls = list[tuple[SplitRuns, bool, float, float]]()
+
+    def planned(
+        prepared: Prepared, budget: Budget, report: Any, minimum: bool = True, rival: float = math.inf
+    ) -> PlanRecord:
+        plan = _planned(prepared, budget, report, minimum, rival)
+        split = prepared.captured.graphs[0].spec.split
+        calls.append(("loss" if split is None else split.what, minimum, rival, plan.predicted.seconds))
+        return plan
+
+    for share in (0.3, 0.4, 0.6):
+        calls.clear()
+        room = int(share * step.problem.eager.peak_bytes)
+        budget = step.budget(step.resident.total + room)
+        best = Forms(step, planned, _bound).planned(budget, room, lambda text, fraction: None)
+        fastest = math.inf
+        for _, minimum, rival, seconds in calls:
+            assert not minimum  # the least is of no use where a plan is found
+            assert rival == fastest
+            fastest = min(fastest, seconds)
+        assert best.predicted.seconds == fastest
+        kinds = [what for what, *_ in calls]
+        assert kinds == sorted(kinds, reverse=True)  # those of the loss come first, as with split="loss"
+        assert best.predicted.dynamic_peak_bytes <= room
 
 
 def test_a_row_alone_is_not_split_and_half_precision_follows_in_the_backward() -> None:
