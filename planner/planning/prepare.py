@@ -47,7 +47,7 @@ from planner.planning.runnable import refuse_what_cannot_run
 from planner.planning.throughout import bytes_throughout
 from planner.problem.build import Problem, build_problem
 from planner.problem.encodings import Packing, find_packings
-from planner.problem.offload import find_sendable
+from planner.problem.offload import find_sendable, name_handed_on
 from planner.progress import Progress, no_report, part_of
 from planner.replay.capture import ReplayedStep, capture_replayed
 from planner.replay.masks import find_masks
@@ -184,6 +184,8 @@ def _prepare(
     started, capturing = time.perf_counter(), time.process_time()
     captured = _captured(model, step, options, where, rank, regions, most, progress)
     capturing = time.process_time() - capturing
+    if options.offload != "none":
+        name_handed_on(captured)
     captured.notes.extend(notes)
     for note in _findings(captured, model, options):
         _note_and_warn(captured, note)
