@@ -20,7 +20,7 @@ from torch.fx import Graph as FxGraph
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import planner
-from planner import Plan
+from planner import Plan, PreparedStep
 from planner._torch.execution import host_place
 from planner._torch.execution.host_place import HostPlace
 from planner.costs.devices import Device, find_device
@@ -37,6 +37,7 @@ from planner.runtime import install
 from solvers.model.just_in_time import recompute
 from solvers.model.schedule import check, simulate
 from solvers.model.solution import Solution, Status
+from tests.planned import planned_gpt
 
 X = torch.randn(512, 64)
 
@@ -55,9 +56,9 @@ class Block(nn.Module):
         return x + self.narrow(self.dropout(F.gelu(self.widen(self.norm(x)))))
 
 
-def blocks(dropout: nn.Module | None = None) -> nn.Module:
+def blocks(dropout: nn.Module | None = None, count: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(64, dropout or nn.Dropout(0.1)) for _ in range(2))).train()
+    return nn.Sequential(*(Block(64, dropout or nn.Dropout(0.1)) for _ in range(count))).train()
 
 
 def squares(y: torch.Tensor) -> torch.Tensor:
@@ -99,6 +100,38 @@ def test_bits_and_bytes_are_as_promised_below_the_least_peak(plan: Plan) -> None
     report = planner.verify(model, (X,), plan=Plan.loads(plan.dumps()), loss=squares)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
+def test_the_page_shows_what_is_on_its_way_as_the_plan_has_it(plan: Plan) -> None:
+    data, record, places = page_data(plan), plan.graphs[0], plan.step.places()
+    sent = [places[bar["to"][0]][2] for bar in data["link"]]
+    assert sent == record.packed
+    for bar, last in zip(data["link"], record.completed, strict=True):
+        assert [op for graph, _, op in places[: bar["to"][1]] if graph >= 0][-1] == last
+    begun = sorted((step, op) for bar, op in zip(data["link"], sent, strict=True) for step, _ in bar["back"])
+    assert [op for _, op in begun] == [op for op in record.backward if op in record.packed]
+    assert all(begin < read for bar in data["link"] for begin, read in bar["back"])
+    assert page_data(planned_gpt().plan)["link"] == []
+
+
+def in_regions() -> planner.PreparedStep:
+    return planner.prepare(
+        blocks(count=4), X, loss=squares, offload="disk", backend="graph", costs="roofline", regions="*"
+    )
+
+
+def test_what_one_region_hands_on_to_the_next_leaves_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = in_regions()
+    plan = step.plan("min", solver="sqrt_n")
+    assert [g.ops[0].name for g in plan.graphs if 0 in g.packed] == ["input"]
+    kept = [p for p in step._prepared.packings if not p.handed]
+    less = PreparedStep(replace(step._prepared, packings=tuple(kept))).plan("min", solver="sqrt_n")
+    assert plan.predicted.dynamic_peak_bytes < less.predicted.dynamic_peak_bytes
+    for one in (plan, decided_at_random(step._prepared, random.Random(0))):
+        assert any(g.handed_inputs and 0 in run.packed for g in one.graphs for run in g.programs)
+        report = planner.verify(blocks(count=4), (X,), plan=Plan.loads(one.dumps()), loss=squares)
+        assert report.ok, report.problems
+        assert report.measured_dynamic_peak_bytes == one.predicted.dynamic_peak_bytes
 
 
 @pytest.mark.parametrize("seed", [0, 1])
