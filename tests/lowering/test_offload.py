@@ -399,7 +399,7 @@ def test_a_sweep_sends_too() -> None:
 
 def test_plans_for_a_gpu_say_what_they_would_take_and_are_not_run_yet() -> None:
     with torch.device("meta"):
-        model = blocks()
+        model = blocks(count=4)
     made = planner.plan(
         model, (X.to("meta"),), budget="min", loss=squares, solver="sqrt_n", device="H100", offload="host"
     )
