@@ -237,12 +237,7 @@ def _sent(name: str, step: Prepared, schedule: Schedule) -> ByHand:
     kept = set(lives.value[crosses(graph, lives)].tolist())
     run = set(schedule.tolist())  # what runs again by a row of its own is not fetched
     made = packed(
-        step.problem,
-        [
-            p
-            for p in step.packings
-            if p.value in kept and graph.ops[p.row].replay not in run and not p.handed
-        ],
+        step.problem, [p for p in step.packings if p.value in kept and graph.ops[p.row].replay not in run]
     )
     waiting = {p.value: p for p in made.packings}
     rows = list(range(made.problem.graph.forward_length))
