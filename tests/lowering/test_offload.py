@@ -30,7 +30,8 @@ from planner.lowering.transfers import check_transfers
 from planner.planning.encodings import Solved
 from planner.planning.make_plan import make_plan
 from planner.planning.prepared import Prepared
-from planner.problem.encodings import packed
+from planner.planning import solve_many
+from planner.problem.encodings import PackedProblem, packed
 from planner.problem.link import overlapped
 from planner.report.page.data import page_data
 from planner.runtime import install
@@ -395,6 +396,21 @@ def test_a_sweep_sends_too() -> None:
         costs="roofline",
     )
     assert all(plan.whole_step.host_bytes for plan in plans)
+
+
+def test_a_sweep_does_not_get_slower_where_a_smaller_budget_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    offers, asked = solve_many.offers_to_send, []
+
+    def to_the_first(*args: Any) -> list[PackedProblem]:
+        asked.append(args)
+        return offers(*args) if len(asked) == 1 else []
+
+    monkeypatch.setattr(solve_many, "offers_to_send", to_the_first)
+    small, large = planner.sweep(
+        blocks(), (X,), budgets=["70%", "71%"], loss=squares, offload="disk", costs="roofline"
+    )
+    assert small.whole_step.host_bytes
+    assert large.predicted.seconds <= small.predicted.seconds
 
 
 def test_plans_for_a_gpu_say_what_they_would_take_and_are_not_run_yet() -> None:
