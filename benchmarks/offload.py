@@ -1,6 +1,6 @@
 """Results on the host: frontiers of recomputing alone and with offload, beside what trainers do by hand.
 
-    python benchmarks/offload.py [--small BERT ...] [--models bert-large resnet-152 ...] [--devices V100-32GB H100]
+    python benchmarks/offload.py [--small BERT ...] [--models bert-large ...] [--devices V100-32GB H100]
                                  [--rows docs/results/offload] [--out docs/results/offload.md]
 
 Small models run on the CPU, with their results in files, and are verified. The rows of a model are kept as
@@ -105,7 +105,7 @@ LIMIT = 240
 
 
 def small_models() -> Iterator[tuple[str, nn.Module, dict[str, torch.Tensor]]]:
-    """Models that take seconds to run: :data:`SMALL`. The widths of ResNet-50's stages are half of the usual."""
+    """Models that take seconds to run: :data:`SMALL`. ResNet-50 has half of the usual channels."""
     words = torch.randint(0, 500, (8, 512))
     text = {"input_ids": words, "labels": words}
     image = {"pixel_values": torch.randn(8, 3, 128, 128), "labels": torch.randint(0, 10, (8,))}

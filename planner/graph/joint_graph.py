@@ -128,8 +128,8 @@ class JointGraph:
         graph: The graph, without dead code.
         forward_outputs: How many of its outputs belong to the forward.
         mutated: Indices of the inputs that the step overwrites.
-        handed: Positions of the inputs that are the first of its operations: other graphs hand them on to this
-            one, and they may be kept on the host.
+        handed: Positions of the inputs that are the first of its operations: other graphs hand them on to
+            this one, and they may be kept on the host.
 
     Attributes:
         to_copy: Inputs of which re-runs read copies where users overwrite them, see
@@ -323,9 +323,7 @@ class JointGraph:
         return [self._storage(v) for v in call_tensors(node.meta.get("val"))]
 
 
-def read_joint(
-    module: GraphModule, forward_outputs: int, handed: frozenset[int] = frozenset()
-) -> JointGraph:
+def read_joint(module: GraphModule, forward_outputs: int, handed: frozenset[int] = frozenset()) -> JointGraph:
     """Drop dead code of a joint graph, in place, and read it.
 
     Args:

@@ -189,12 +189,12 @@ class PackedProblem:
 
         Of what is handed on only what is fetched before it is read: else it stays, and is nobody's copy.
         """
-        rows = schedule.tolist()
+        rows = listed(RowId, schedule)
         run = set(rows)
         used = (p for p in self.packings if self.row_of["unpack", p.row] in run)
         return tuple(p for p in used if not p.handed or self._is_fetched_first(p, rows))
 
-    def _is_fetched_first(self, packing: Packing, rows: Sequence[int]) -> bool:
+    def _is_fetched_first(self, packing: Packing, rows: Sequence[RowId]) -> bool:
         row = self.row_of["unpack", packing.row]
         ops = self.problem.graph.ops
         (value,) = ops[row].outputs

@@ -155,8 +155,8 @@ def alone_in_size(graph: Graph, packings: Iterable[Packing]) -> list[Packing]:
 def beside_compute(graph: Graph, packings: Collection[Packing], share: float = 1.0) -> list[Packing]:
     """Those that take longest to make again for their bytes, as many as a link carries beside the step.
 
-    Whatever a graph makes from a moment on must be sent by the end of its forward, and what its backward reads
-    until a moment be fetched from the beginning of its backward on.
+    Whatever a graph makes from a moment on must be sent by the end of its forward, and what its backward
+    reads until a moment be fetched from the beginning of its backward on.
 
     Args:
         graph: The problem in which nothing is sent.

@@ -16,7 +16,7 @@ from planner.report.explanation import Explainer
 from planner.report.explanation_text import moment_text, sentences, short_name
 from planner.report.text import format_seconds
 from planner.report.undroppable import peak_parts
-from solvers.model.indices import base_op
+from solvers.model.indices import RowId, base_op, listed
 
 _GROUPS = 6
 _SHOWN = 0.85
@@ -113,7 +113,7 @@ def _link(sim: SimulatedPlan) -> list[dict[str, Any]]:
     """
     if sim.plan.target.offload == "none":
         return []
-    graph, rows = sim.graph, sim.schedule.tolist()
+    graph, rows = sim.graph, listed(RowId, sim.schedule)
     packed = [[frozenset(run.packed) for run in record.by_execution] for record in sim.plan.graphs]
     found: list[dict[str, Any]] = []
     for row, (of, execution, op) in enumerate(sim.step.places()[: graph.forward_length]):
@@ -121,7 +121,7 @@ def _link(sim: SimulatedPlan) -> list[dict[str, Any]]:
             continue
         again = graph.rerun(base_op(row))
         (kept,), (fetched,) = graph.ops[again].inputs, graph.ops[again].outputs
-        complete = int(graph.producer[kept])
+        complete = base_op(int(graph.producer[kept]))
         (sent,) = graph.ops[complete].inputs
         found.append({"bytes": graph.values[sent].bytes, "to": [row, complete], "back": []})
         for step in (i for i, other in enumerate(rows) if other == again):
