@@ -11,7 +11,6 @@ from planner.module_parts import named_parts
 from planner.planfile.budget import Budget, format_bytes
 from planner.planfile.plan import PlanRecord, WholeStep
 from planner.planning.encodings import (
-    MOST_OFFERS,
     Solved,
     better,
     fits,
@@ -167,7 +166,7 @@ def _solved(
     """
     options, problem = prepared.options, prepared.problem
     offer = offered(prepared, constraints)
-    sends = options.offload != "none"
+    sending = offers_to_send(prepared, constraints)
 
     def solve(
         graph: Graph,
@@ -197,10 +196,10 @@ def _solved(
         total = total_bytes(prepared)
         solution = reserving_no_more(prepared, solution, wanted, again, total, time_limit=options.time_limit)
         solved = Solved(solution, problem)
-        if not (offer or sends) or keeps_everything(solved):
+        if not (offer or sending) or keeps_everything(solved):
             return solved
         return replace(
-            solved, bound_covers="schedules that send nothing" if sends else "schedules that pack no masks"
+            solved, bound_covers="schedules that send nothing" if sending else "schedules that pack no masks"
         )
 
     def packing(
@@ -219,9 +218,8 @@ def _solved(
         return followed(prepared, offer, solution)
 
     if offer is None:
-        part = 0.93 / (1 + MOST_OFFERS) if sends else 0.93
+        part = 0.93 / (1 + len(sending))
         solved, least = without(part_of(report, 0.0, part)), room
-        sending = offers_to_send(prepared, constraints, solved.solution.schedule)
         for number, more in enumerate(sending, 1):
             if not keeps_everything(solved):
                 share = 0.5 if least is None else 0.5 / len(sending)

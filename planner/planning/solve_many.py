@@ -64,7 +64,7 @@ def solve_many(
     more = [i for i, solved in enumerate(plain) if not keeps_everything(solved)]
     for i in more:
         room = rooms[i]
-        offers = offers_to_send(prepared, constraints(graph), plain[i].solution.schedule)
+        offers = offers_to_send(prepared, constraints(graph))
         if offers:
             plain[i] = replace(plain[i], bound_covers="schedules that send nothing")
         for sending in offers if room is not None else offers[:1]:  # the first reaches the least peaks
