@@ -42,6 +42,7 @@ from planner.problem.encodings import packed
 from planner.problem.link import overlapped
 from planner.runtime.shapes.schedule_at import schedule_at
 from planner.user_plan import Plan
+from solvers.least import floor_bytes
 from solvers.model.arrays import Schedule
 from solvers.model.schedule import crosses, lifetimes, simulate
 from solvers.whole_blocks import OUTSIDE, recompute_blocks
@@ -63,7 +64,9 @@ PAGE = """# Results on the host
 
 Small models of Hugging Face, a step each, with results in files (`offload="disk"`), over a link that a clock
 slows down to 1 GB/s each way; operations as long as they take here. Least peaks, and peaks a fifth below the
-least of recomputing alone, which nothing else reaches. In MB, over entry: the peak unplanned, the least
+least of recomputing alone, which nothing else reaches; where plans do not either, the share of it that they
+reach, and a share that no schedule undercuts, as an operation of the backward and the gradients that are
+there take it. In MB, over entry: the peak unplanned, the least
 recomputing alone, and the plan's, which is measured to the byte, all gradients equal bit for bit
 (`planner.verify`). In seconds: what compute waits for the link in a step, predicted; *took*, the time inside
 the calls that wait, the median of seven steps; and *counted*, the same by a clock that counts the step's
@@ -130,8 +133,11 @@ def ran(name: str, model: nn.Module, kwargs: dict[str, torch.Tensor]) -> Iterato
             plan = step.plan(budget)
         except planner.InfeasibleBudget as error:
             share = (error.minimum_bytes - resident) / least
-            alone = f"| {name} | {step._prepared.problem.eager.peak_bytes / MB:.1f} | {least / MB:.1f}"
-            yield f"{alone} | {asked} | not possible: {share:.2f} | | | | | | |"
+            floor = floor_bytes(packed(step._prepared.problem, step._prepared.packings).problem.graph)
+            row = (
+                f"| {name} | {step._prepared.problem.eager.peak_bytes / MB:.1f} | {least / MB:.1f} | {asked} "
+            )
+            yield row + f"| not possible: {share:.2f} reached, {floor / least:.2f} proven | | | | | | |"
             continue
         report = planner.verify(model, (), kwargs, plan=plan)
         peak, there = plan.predicted.dynamic_peak_bytes, plan.whole_step
