@@ -307,7 +307,7 @@ def _split_graph(prepared: Prepared, graph: CapturedGraph, split: Split) -> Capt
                 "the training loop may use it. Where it uses nothing but the loss, as in "
                 "model(...).loss.backward(), plan with outputs='dropped'; else with split='none'"
             )
-    reading = read_joint(made, joint.forward_outputs)
+    reading = read_joint(made, joint.forward_outputs, joint.handed)
     copied = {p for p, old in zip(reading.primals, joint.primals, strict=True) if old in joint.to_copy}
     reading.to_copy = frozenset(copied)
     rows = tuple(dict.fromkeys((module, run.rows) for run in runs for module in run.modules))

@@ -124,11 +124,12 @@ def name_handed_on(captured: CapturedStep) -> None:
             if fake.storage_bytes(value) >= LEAST_BYTES:
                 handed.setdefault(call.graph, set()).add(position)
     for index, positions in handed.items():
-        before = captured.graphs[index].joint
+        graph = captured.graphs[index]
+        before = graph.joint
         assert before is not None
-        joint = replace(before, handed=frozenset(positions))
-        joint.to_copy = before.to_copy
-        captured.graphs[index].joint = joint
+        graph.joint = replace(before, handed=frozenset(positions))
+        graph.joint.to_copy = before.to_copy
+        graph.spec = replace(graph.spec, handed_inputs=graph.joint.handed)
 
 
 def within_host_budget(packings: Iterable[Packing], budget: int | None) -> list[Packing]:
