@@ -18,7 +18,7 @@ from planner.planfile.budget import Budget, format_bytes
 from planner.planfile.plan import PlanRecord
 from planner.planning.prepared import Prepared
 from planner.problem.build import build_problem
-from planner.problem.encodings import find_packings
+from planner.problem.offload import find_kept_otherwise
 from planner.progress import Progress, part_of
 from solvers.least import floor_bytes
 from solvers.model.schedule import simulate
@@ -287,7 +287,8 @@ def _split(prepared: Prepared, split: Split) -> Prepared:
         copying=prepared.options.inputs == "overwritten",
         in_flight=prepared.step.in_flight,
     )
-    packings = find_packings(captured, problem, device, meter, costs)
+    sends = prepared.options.offload != "none"
+    packings = find_kept_otherwise(captured, problem, device, meter, costs, sends=sends)
     if isinstance(costs, MeasuredCosts):
         costs.save()
     return replace(prepared, captured=captured, problem=problem, packings=packings)

@@ -20,10 +20,12 @@ from planner._torch import fake
 from planner._torch.joint.aot_metadata import input_position
 from planner.capture.captured_step import CapturedStep
 from planner.costs.devices import Device, round_bytes
+from planner.costs.roofline import Costs
+from planner.costs.workspace import WorkspaceMeter
 from planner.graph.joint_graph import JointGraph
 from planner.graph.sent import sent_node
 from planner.problem.build import Problem
-from planner.problem.encodings import Packing
+from planner.problem.encodings import Packing, find_packings
 from solvers.model.graph import Graph
 from solvers.model.indices import BaseOp, numbered
 
@@ -37,17 +39,30 @@ _ALONE = 128
 """The same where the least peak is looked for."""
 
 
-def find_sendable(
-    captured: CapturedStep, problem: Problem, device: Device, packings: Iterable[Packing]
+def find_kept_otherwise(
+    captured: CapturedStep,
+    problem: Problem,
+    device: Device,
+    meter: WorkspaceMeter | None,
+    costs: Costs,
+    *,
+    sends: bool,
 ) -> tuple[Packing, ...]:
-    """The results that the backward reads and that can be kept on the host, in the order of the forward.
+    """What can be kept as bits or, with offload, on the host.
 
     Args:
-        captured: The step.
-        problem: Its problem.
-        device: It says what its link carries.
-        packings: What can be kept as bits; masks among these are sent as bits.
+        captured, problem, device, meter, costs: As for :func:`planner.problem.encodings.find_packings`.
+        sends: Whether it may be on the host.
     """
+    packings = find_packings(captured, problem, device, meter, costs)
+    return _find_sendable(captured, problem, device, packings) if sends else packings
+
+
+def _find_sendable(
+    captured: CapturedStep, problem: Problem, device: Device, packings: Iterable[Packing]
+) -> tuple[Packing, ...]:
+    """The results that the backward reads and that can be kept on the host, in the order of the forward;
+    masks among ``packings`` are sent as bits."""
     graph = problem.graph
     masks = {packing.row: packing for packing in packings if packing.reader is None}
     row_of = {(s.graph, s.instance, s.op): base for base, s in numbered(BaseOp, problem.sources)}

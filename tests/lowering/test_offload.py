@@ -386,6 +386,30 @@ def test_no_more_than_the_host_budget_is_sent(plan: Plan) -> None:
     assert within.solver.bound_covers == "every schedule"
 
 
+class Words(nn.Module):
+    """Blocks with a loss that can be computed in pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.blocks, self.head = nn.Embedding(500, 64), blocks(), nn.Linear(64, 500)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.blocks(self.words(words))).flatten(0, 1), words.flatten())
+
+
+def test_a_step_with_its_loss_in_pieces_sends_too() -> None:
+    words, model = torch.randint(0, 500, (8, 128)), Words().train()
+    step = planner.prepare(
+        model, (words,), offload="disk", split="loss", outputs="dropped", backend="graph", costs="roofline"
+    )
+    plan = step.plan("min")
+    assert plan.graphs[0].split is not None
+    assert plan.whole_step.host_bytes
+    report = planner.verify(model, (words,), plan=plan)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
 def test_a_sweep_sends_too() -> None:
     plans = planner.sweep(
         blocks(),
