@@ -76,7 +76,7 @@ function draw() {
 /* What the link carries, under the chart: a bar for each result, from where it waits to where it is there. */
 function lane() {
   const svg = byId("link"), left = plot.over.offsetLeft, width = plot.over.clientWidth, high = 10;
-  svg.hidden = !D.link.length;
+  svg.style.display = D.link.length ? "block" : "none";
   svg.setAttribute("width", left + width); svg.setAttribute("height", 2 * high + 2);
   const bars = D.link.flatMap(r => [[0, r.to, r.bytes], ...r.back.map(b => [1, b, r.bytes])]);
   svg.replaceChildren(...bars.filter(([, [a, b]]) => b >= view[0] && a <= view[1]).map(([y, [a, b], bytes]) => {
