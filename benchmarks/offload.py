@@ -91,7 +91,7 @@ than possible.
 At the peak of recomputed blocks the transformers' extra time is at most half of that of recomputing alone,
 but for gpt on the V100: all that its link carries while the forward computes is sent there, and that is a
 quarter of what has to leave the device. Rows that are not here were not made; those of resnet, gpt2-xl,
-t5-base, llama-7b, and gpt and resnet-152 on the V100, are older than the plans that send what connects blocks.
+t5-base, llama-7b, and gpt and resnet-152 on the V100, are older than plans that send what connects blocks.
 
 | model | device | way | peak | by hand | recomputing alone | with offload | on the host |
 |---|---|---|---:|---:|---:|---:|---:|
