@@ -29,13 +29,16 @@ from planner.training_step.user_lines import users_line
 
 aten = torch.ops.aten
 
+INPUT = "input"
+"""Name of an input among the operations."""
+
 RESIDENT = -1
 """Storage number of what lives outside the schedule: parameters, buffers, inputs, constants."""
 
 
 @dataclass(frozen=True, eq=False)
 class JointOp:
-    """One operation of a joint graph.
+    """One operation of a joint graph, or an input of its forward that a plan may keep on the host.
 
     Attributes:
         index: Its stable index: position among the graph's operations.
@@ -62,7 +65,8 @@ class JointOp:
 
     @property
     def recomputable(self) -> bool:
-        """Whether a second run, in its replay form, gives the same values and touches nothing else."""
+        """Whether a second run, in its replay form, gives the same values and touches nothing else; none of
+        an input has."""
         target = self.node.target
         if self.backward or not operators.is_operator(target) or has_effects(target):
             return False
@@ -84,8 +88,15 @@ class JointOp:
         return list(found)
 
     @property
+    def is_input(self) -> bool:
+        """Whether it is an input that another graph hands on to this one."""
+        return self.node.op == "placeholder"
+
+    @property
     def allocates_again(self) -> tuple[int, ...]:
-        """Storage numbers that a second run allocates."""
+        """Storage numbers that a second run allocates; of an input, what it takes when it is fetched."""
+        if self.is_input:
+            return self.reads
         values = self.rule.values_again(self.node)
         if values is self.node.meta.get("val"):
             return self.allocates
@@ -96,7 +107,7 @@ class JointOp:
     @property
     def name(self) -> str:
         """Operator name, such as ``aten.mm.default``."""
-        return str(self.node.target)
+        return INPUT if self.is_input else str(self.node.target)
 
     @cached_property
     def module(self) -> str:
@@ -117,6 +128,8 @@ class JointGraph:
         graph: The graph, without dead code.
         forward_outputs: How many of its outputs belong to the forward.
         mutated: Indices of the inputs that the step overwrites.
+        handed: Positions of the inputs that are the first of its operations: other graphs hand them on to
+            this one, and they may be kept on the host.
 
     Attributes:
         to_copy: Inputs of which re-runs read copies where users overwrite them, see
@@ -127,6 +140,7 @@ class JointGraph:
     module: GraphModule
     forward_outputs: int
     mutated: frozenset[int] = frozenset()
+    handed: frozenset[int] = frozenset()
 
     ops: list[JointOp] = field(default_factory=list, init=False)
     storage_bytes: list[int] = field(default_factory=list, init=False)
@@ -207,6 +221,10 @@ class JointGraph:
     def _read(self) -> None:
         written_inputs = self._read_inputs()
         in_backward = aot_metadata.backward_calls(self.graph)
+        for node in self.primals:
+            if aot_metadata.input_position(node) in self.handed and node in self.storage_of:
+                reads = (self.storage_of[node],)
+                self.ops.append(JointOp(len(self.ops), node, False, reads, (), rule_of(node), False))
         for node in self.graph.nodes:
             value = node.meta.get("val")
             if node.op == "get_attr":
@@ -305,17 +323,18 @@ class JointGraph:
         return [self._storage(v) for v in call_tensors(node.meta.get("val"))]
 
 
-def read_joint(module: GraphModule, forward_outputs: int) -> JointGraph:
+def read_joint(module: GraphModule, forward_outputs: int, handed: frozenset[int] = frozenset()) -> JointGraph:
     """Drop dead code of a joint graph, in place, and read it.
 
     Args:
         module: The graph.
         forward_outputs: How many of its outputs belong to the forward.
+        handed: As for :class:`JointGraph`.
     """
     mutated = aot_metadata.mutated_inputs(module)
     module.graph.eliminate_dead_code(is_impure_node=_is_impure)
     write_into_dying_operands(module)
-    return JointGraph(module.graph, module, forward_outputs, mutated)
+    return JointGraph(module.graph, module, forward_outputs, mutated, handed)
 
 
 def nodes_in(tree: Any) -> Iterator[Node]:

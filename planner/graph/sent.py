@@ -1,7 +1,7 @@
 """Results of the forward that can be kept in the host's memory until the backward fetches them.
 
 The result is sent right after the last operation that writes it. In place of a second run it is fetched,
-which reads nothing else. A mask is sent as bits.
+which reads nothing else. A mask is sent as bits. What another graph hands on to this one is sent as it comes.
 """
 
 import operator
@@ -19,6 +19,9 @@ def sent_node(joint: JointGraph, op: JointOp) -> Node | None:
 
     Of several results it is the largest. One that others write over is sent as the last of them leaves it.
     """
+    if op.is_input:
+        changed = {joint.primals[i] for i in joint.mutated if i < len(joint.primals)}
+        return op.node if op.node not in changed and _is_whole(op.node.meta["val"]) else None
     if op.backward or not op.allocates:
         return None
     members = [u for u in op.node.users if u.target is operator.getitem]

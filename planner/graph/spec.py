@@ -49,12 +49,14 @@ class GraphSpec:
         tangent_layouts: Of outputs whose gradients have other strides than they do, by position: how the
             gradients lie in memory.
         split: How what can be computed in pieces of rows is split; None where it is not.
+        handed_inputs: Positions of the inputs that may be kept on the host: they are read as operations.
     """
 
     unused_outputs: tuple[int, ...] = ()
     per_use_inputs: frozenset[int] = frozenset()
     tangent_layouts: Mapping[int, MemoryLayout] = field(default_factory=dict)
     split: Split | None = None
+    handed_inputs: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, record: GraphRecord) -> Self:
@@ -67,6 +69,7 @@ class GraphSpec:
                 for layout in record.gradient_layouts
             },
             None if record.split is None else Split.of(record.split),
+            frozenset(record.handed_inputs),
         )
 
     @classmethod
@@ -82,5 +85,6 @@ class GraphSpec:
     def digest(self) -> str:
         """Equal for specifications by which graphs are traced alike."""
         layouts = [(i, astuple(layout)) for i, layout in sorted(self.tangent_layouts.items())]
-        content = [sorted(self.unused_outputs), sorted(self.per_use_inputs), layouts, self.split]
+        inputs = sorted(self.per_use_inputs), sorted(self.handed_inputs)
+        content = [sorted(self.unused_outputs), *inputs, layouts, self.split]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()

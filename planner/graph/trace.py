@@ -104,7 +104,7 @@ def trace_joint(
         if spec.split is not None:
             read_joint(joint, outputs)  # without dead code, as when it was planned
             joint, _, dropped = split_where_possible(joint, outputs, spec.split)
-        reading = read_joint(joint, outputs)
+        reading = read_joint(joint, outputs, spec.handed_inputs)
         inputs, per_use = len(example_inputs), spec.per_use_inputs
         casts = context.cached_casts
         traced = TracedGraph(joint, reading, outputs, inputs, per_use, casts, arriving, dropped)

@@ -240,7 +240,7 @@ class _Backward:
     def _node_again(self, original: Node) -> Node:
         """The node that stands for a joint node that a re-run reads: inputs as they were in the forward."""
         inputs = self.reads.of(original)
-        if not inputs or original in self.backward_nodes:
+        if not inputs or original in self.backward_nodes or any(self._versions(original)):
             return self.node(original)
         self.read_again.update(dict.fromkeys(p for p in inputs if p not in self._to_copy))
         return self._view(original, any(p in self._to_copy for p in inputs))

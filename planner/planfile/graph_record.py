@@ -215,6 +215,12 @@ class GraphRecord(Program):
         description="inputs whose gradients leave the graph per use (unsummed), so that they are added in "
         "the order in which they are without a plan",
     )
+    handed_inputs: Listed[Index] = Field(
+        default=[],
+        max_length=MOST_OPS,
+        description="inputs that other graphs hand on to this one and that may be kept on the host: they are "
+        "the first of `ops`, and `packed` and `backward` name them as they name operations",
+    )
     gradient_layouts: Listed[GradientLayout] = Field(
         default=[],
         max_length=MOST_OPS,

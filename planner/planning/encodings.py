@@ -15,6 +15,7 @@ from planner.problem.link import overlapped
 from planner.problem.offload import alone_in_size, beside_compute, within_host_budget
 from solvers.model.arrays import Schedule
 from solvers.model.constraints import Constraints
+from solvers.model.cut_points import articulation_values, forward_uses, pinned_values
 from solvers.model.schedule import simulate
 from solvers.model.solution import Solution, Status
 
@@ -79,17 +80,21 @@ def offers_to_send(prepared: Prepared, constraints: Constraints) -> list[PackedP
     """The problems in which results may be sent to the host; none without ``offload``.
 
     In the first one all may be, and count the time that they take by themselves: it reaches the least peaks.
-    In the others these take longest to make again for their bytes, as many as the link carries while the step
-    computes, or in a share of that time, so that compute waits little. A result that may be sent is not made
-    again, nor are others of the same operation, which stay; where these are large, the first problem makes
-    all of them again.
+    In the second those may be that alone connect what is before them with what is behind, as the inputs of
+    blocks, and the rest is made again from them. In the others these take longest to make again for their
+    bytes, as many as the link carries while the step computes, or in a share of that time, so that compute
+    waits little. A result that may be sent is not made again, nor are others of the same operation, which
+    stay; where these are large, the first two problems make all of them again.
     """
     if prepared.options.offload == "none":
         return []
     graph = prepared.problem.graph
     free = within_host_budget(_free(prepared, constraints), host_budget_bytes(prepared.options))
+    alone = alone_in_size(graph, free)
+    points = set(articulation_values(graph, pinned_values(graph, forward_uses(graph))))
+    connecting = [p for p in alone if p.handed or p.value in points]
     beside = [_priced(beside_compute(graph, free, share), _BESIDE) for share in _SHARES]
-    ways = [_priced(alone_in_size(graph, free), 1.0), *beside]
+    ways = [_priced(alone, 1.0), _priced(connecting, 1.0), *beside]
     return [packed(prepared.problem, some, if_unpacked=True) for some in ways if some]
 
 

@@ -341,6 +341,7 @@ def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution)
                 places=list(captured_graph.places[: max(len(decided), 1)]),
                 unused_outputs=list(captured_graph.spec.unused_outputs),
                 per_use_inputs=sorted(captured_graph.spec.per_use_inputs),
+                handed_inputs=sorted(captured_graph.spec.handed_inputs),
                 gradient_layouts=[
                     GradientLayout(
                         output=output,

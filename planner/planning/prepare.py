@@ -46,8 +46,8 @@ from planner.planning.prepared import Prepared
 from planner.planning.runnable import refuse_what_cannot_run
 from planner.planning.throughout import bytes_throughout
 from planner.problem.build import Problem, build_problem
-from planner.problem.encodings import Packing, find_packings
-from planner.problem.offload import find_sendable
+from planner.problem.encodings import Packing
+from planner.problem.offload import find_kept_otherwise, name_handed_on
 from planner.progress import Progress, no_report, part_of
 from planner.replay.capture import ReplayedStep, capture_replayed
 from planner.replay.masks import find_masks
@@ -189,6 +189,8 @@ def _prepare(
     started, capturing = time.perf_counter(), time.process_time()
     captured = _captured(model, step, options, where, rank, regions, most, progress)
     capturing = time.process_time() - capturing
+    if options.offload != "none":
+        name_handed_on(captured)
     captured.notes.extend(notes)
     for note in _findings(captured, model, options):
         _note_and_warn(captured, note)
@@ -360,10 +362,8 @@ def _problem(
     slower = slower_by_writes(_joints(captured), as_traced, problem.eager.seconds)
     if slower is not None and options.backend == "eager":
         _note_and_warn(captured, slower)
-    packings = find_packings(captured, problem, target, meter, source)
-    if options.offload != "none":
-        packings = find_sendable(captured, problem, target, packings)
-    return problem, packings
+    sends = options.offload != "none"
+    return problem, find_kept_otherwise(captured, problem, target, meter, source, sends=sends)
 
 
 def _optimizer_step(

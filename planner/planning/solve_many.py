@@ -60,9 +60,10 @@ def solve_many(
             lambda text, fraction: progress(text, share * fraction),
         )
     ]
+    rooms = [room_bytes(budget, prepared) for budget in wanted]
     more = [i for i, solved in enumerate(plain) if not keeps_everything(solved)]
     for i in more:
-        room = room_bytes(wanted[i], prepared)
+        room = rooms[i]
         offers = offers_to_send(prepared, constraints(graph))
         if offers:
             plain[i] = replace(plain[i], bound_covers="schedules that send nothing")
@@ -71,7 +72,7 @@ def solve_many(
             (answer,) = _solutions(prepared, sending, [wanted[i]], given, (), limit, progress)
             plain[i] = better(plain[i], followed(prepared, sending, answer), room)
     if offer is None or not more:
-        return plain
+        return _monotone(plain, rooms)
     answers = _solutions(
         prepared,
         offer,
@@ -83,9 +84,8 @@ def solve_many(
     )
     for i, answer in zip(more, answers, strict=True):
         without = replace(plain[i], bound_covers="schedules that pack no masks")
-        room = room_bytes(wanted[i], prepared)
-        plain[i] = better(without, followed(prepared, offer, answer), room)
-    return _monotone(plain, [room_bytes(budget, prepared) for budget in wanted])
+        plain[i] = better(without, followed(prepared, offer, answer), rooms[i])
+    return _monotone(plain, rooms)
 
 
 def _monotone(found: list[Solved], rooms: list[int | None]) -> list[Solved]:

@@ -19,7 +19,7 @@ from planner.planfile.budget import Budget, format_bytes
 from planner.planfile.plan import PlanRecord
 from planner.planning.prepared import Prepared
 from planner.problem.build import build_problem
-from planner.problem.encodings import find_packings
+from planner.problem.offload import find_kept_otherwise
 from planner.progress import Progress, part_of
 from solvers.effort import EFFORTS
 from solvers.least import floor_bytes
@@ -336,7 +336,8 @@ def _split(prepared: Prepared, split: Split) -> Prepared:
         copying=prepared.options.inputs == "overwritten",
         in_flight=prepared.step.in_flight,
     )
-    packings = find_packings(captured, problem, device, meter, costs)
+    sends = prepared.options.offload != "none"
+    packings = find_kept_otherwise(captured, problem, device, meter, costs, sends=sends)
     if isinstance(costs, MeasuredCosts):
         costs.save()
     return replace(prepared, captured=captured, problem=problem, packings=packings)
@@ -356,7 +357,7 @@ def _split_graph(prepared: Prepared, graph: CapturedGraph, split: Split) -> Capt
                 "the training loop may use it. Where it uses nothing but the loss, as in "
                 "model(...).loss.backward(), plan with outputs='dropped'; else with split='none'"
             )
-    reading = read_joint(made, joint.forward_outputs)
+    reading = read_joint(made, joint.forward_outputs, joint.handed)
     copied = {p for p, old in zip(reading.primals, joint.primals, strict=True) if old in joint.to_copy}
     reading.to_copy = frozenset(copied)
     rows = tuple(dict.fromkeys((module, run.rows) for run in runs for module in run.modules))

@@ -128,7 +128,7 @@ class _Builder:
     value_of: dict[int, ValueId] = field(default_factory=dict)  # by recorded storage
     _storages: dict[tuple[int, int], dict[int, ValueId]] = field(default_factory=dict)  # by graph, instance
     _region_of: dict[tuple[int, int], int] = field(default_factory=dict)
-    _calls: dict[Node, Call] = field(default_factory=dict)
+    _calls: dict[Node, Call | None] = field(default_factory=dict)
     _facts: dict[JointOp, Facts] = field(default_factory=dict)
     _row_of: dict[JointOp, BaseOp] = field(default_factory=dict)
     _last_row: list[int] = field(default_factory=list)  # by event; -1 before the first row
@@ -261,6 +261,7 @@ class _Builder:
                 storages[joint.storage_of[placeholder]] = self.value_of[recorded]
         split = joint.forward_length
         copies, first = InputCopies(joint, self.copying), len(self.rows)
+        handed = frozenset(s for op in joint.ops if op.is_input for s in op.reads)
         for joint_op in joint.ops[split:] if call.backward else joint.ops[:split]:
             for primal in copies.before(joint_op):
                 self.rows.append(self._copy_row(joint, primal, storages, region, joint_op.module))
@@ -270,7 +271,7 @@ class _Builder:
             self.rows.append(self._joint_row(joint, joint_op, source, storages, region, backward))
         for row in self.rows[first:]:
             if row.op.recomputable:
-                self._replay(row, joint.ops[row.source.op], storages, copies)
+                self._replay(row, joint.ops[row.source.op], handed, storages, copies)
         outputs = joint.outputs[call.backward]
         if not call.backward:
             overwritten = self.captured.graphs[call.graph].overwritten
@@ -314,16 +315,25 @@ class _Builder:
             made,
         )
 
-    def _call_of(self, node: Node) -> Call:
-        """The call of a node, the same one in all executions of its graph."""
+    def _call_of(self, node: Node) -> Call | None:
+        """The call of a node, the same one in all executions of its graph; an input has none."""
         if node not in self._calls:
             self._calls[node] = _call_of(node)
         return self._calls[node]
 
-    def _replay(self, row: Row, op: JointOp, storages: dict[int, ValueId], copies: InputCopies) -> None:
-        """Give a row its replay form, where a second run differs from the first."""
+    def _replay(
+        self,
+        row: Row,
+        op: JointOp,
+        handed: frozenset[int],
+        storages: dict[int, ValueId],
+        copies: InputCopies,
+    ) -> None:
+        """Give a row its replay form, where a second run differs from the first, or may read an input that is
+        fetched."""
         facts = self._facts[op]
-        if facts.is_run_as_before and not op.writers and not copies.are_read(facts.read_again):
+        as_before = facts.is_run_as_before and handed.isdisjoint(op.reads)
+        if as_before and not op.writers and not copies.are_read(facts.read_again):
             return
         row.again = again = Again(
             tuple(v for v in copies.read(facts.read_again, storages) if v not in row.allocates),
@@ -397,7 +407,9 @@ class _Builder:
         self._held[value] = None if until is None or known is None else max(until, known)
 
 
-def _call_of(node: Node) -> Call:
+def _call_of(node: Node) -> Call | None:
+    if node.op == "placeholder":
+        return None
     into = writing(node)
     args: Sequence[Any]
     args, kwargs = map_arg((node.args, node.kwargs if into is None else into.kwargs(node)), example)

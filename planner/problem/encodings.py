@@ -12,7 +12,7 @@ which unpacking makes again, since ReLU's result has other readers.
 After Gist (Jain et al., ISCA 2018), which encodes kept values and recomputes nothing.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -55,6 +55,8 @@ class Packing:
         host_bytes: What it takes of the host's memory, see :mod:`planner.problem.offload`.
         send_seconds, fetch_seconds: How long a link takes to send and to fetch it.
         completed: The base row behind which it is on the host, if that is a later one.
+        handed: Whether the row makes nothing: it is an input of the row's graph, ``value`` is what another
+            graph made, and only this one reads it in the backward.
     """
 
     row: BaseOp
@@ -70,6 +72,7 @@ class Packing:
     send_seconds: float = 0.0
     fetch_seconds: float = 0.0
     completed: BaseOp | None = None
+    handed: bool = False
 
 
 @collector_off()
@@ -182,9 +185,20 @@ class PackedProblem:
         return {form: row for row, form in numbered(RowId, self.forms)}
 
     def unpacked_in(self, schedule: Schedule) -> tuple[Packing, ...]:
-        """The masks, and the signs, whose bits a schedule unpacks."""
-        run = set(schedule.tolist())
-        return tuple(p for p in self.packings if self.row_of["unpack", p.row] in run)
+        """The masks, and the signs, whose bits a schedule unpacks.
+
+        Of what is handed on only what is fetched before it is read: else it stays, and is nobody's copy.
+        """
+        rows = listed(RowId, schedule)
+        run = set(rows)
+        used = (p for p in self.packings if self.row_of["unpack", p.row] in run)
+        return tuple(p for p in used if not p.handed or self._is_fetched_first(p, rows))
+
+    def _is_fetched_first(self, packing: Packing, rows: Sequence[RowId]) -> bool:
+        row = self.row_of["unpack", packing.row]
+        ops = self.problem.graph.ops
+        (value,) = ops[row].outputs
+        return not any(value in ops[r].inputs for r in rows[: rows.index(row)])
 
     def follow(self, other: "PackedProblem", schedule: Schedule) -> Schedule:
         """A schedule of another problem as one of this problem, which packs what the other's unpacks."""
@@ -231,9 +245,13 @@ def packed(problem: Problem, packings: Iterable[Packing], *, if_unpacked: bool =
         bits[row] = ValueId(len(values))
         values.append(Value(packing.bytes, f"{name} as bits", on_demand=True))
         unpacked[row] = packing.value
+        if packing.handed:
+            unpacked[row] = ValueId(len(values))
+            values.append(Value(values[packing.value].bytes, f"{name}, handed on", on_demand=True))
         if if_unpacked and row not in masks:
             unpacked[row] = ValueId(len(values))
             values.append(Value(values[packing.value].bytes, f"{name} by its signs", on_demand=True))
+    handed = {(graph.ops[p.row].region, p.value): unpacked[p.row] for p in chosen.values() if p.handed}
     ops: list[Op] = []
     for form, row in forms:
         op = graph.ops[row]
@@ -241,6 +259,10 @@ def packed(problem: Problem, packings: Iterable[Packing], *, if_unpacked: bool =
             again = None if op.replay is None else row_of.get(("run", op.replay))
             replay = row_of.get(("unpack", row), again) if row in masks else again
             op = replace(op, replay=replay, recomputable=op.recomputable or row in masks)
+            if row in chosen and chosen[base_op(row)].handed:
+                op = replace(op, outputs=(unpacked[base_op(row)],))
+            elif handed and row >= graph.forward_length:
+                op = replace(op, inputs=tuple(handed.get((op.region, v), v) for v in op.inputs))
             reads = readers.get(base_op(row)) if row < graph.base_length else None
             ops.append(op if reads is None else _reading(op, reads, bits, unpacked, if_unpacked))
             continue

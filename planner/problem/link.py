@@ -79,7 +79,7 @@ def _waits(made: PackedProblem, schedule: Schedule) -> dict[RowId, float]:
             if packing.unpack_seconds:
                 wait(row, back)
             else:
-                arrives[packing.value] = row, back
+                arrives[graph.ops[row].outputs[0]] = row, back
         if row in completes:
             wait(row, leaves[completes[row].row])
         now += graph.ops[row].seconds
@@ -145,9 +145,10 @@ class _Moves:
 
     def _last_read(self, packing: Packing, step: int) -> int:
         """The last step at which the first instance of what is sent is read, but for the send."""
-        unpack = self._made.row_of["unpack", packing.row]
-        steps = [s for s in self._reads[packing.value] if s != step]
-        again = next((s for s in steps if self._rows[s] == unpack), len(self._rows))
+        value, first = packing.value, self._graph.producer[packing.value]
+        steps = [s for s in self._reads[value] if s != step]
+        made = (s for s in steps if value in self._graph.ops[self._rows[s]].outputs)
+        again = next((s for s in made if self._rows[s] != first), len(self._rows))
         held = self._graph.values[packing.value].held_until
         before = max((s for s in steps if s < again), default=step)
         return before if held is None else max(before, self._rows.index(RowId(held)))
@@ -160,7 +161,8 @@ class _Moves:
             form, of = self._made.forms[self._rows[step]]
             if form != "unpack" or packings[of].unpack_seconds:
                 continue
-            value, steps = packings[of].value, self._reads[packings[of].value]
+            value = self._graph.ops[self._rows[step]].outputs[0]
+            steps = self._reads[value]
             place = steps.index(step)
             least = max(steps[place - 1] + 1, self._first_of_region(step))
             needed = (

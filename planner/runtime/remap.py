@@ -115,7 +115,8 @@ class _Sequence:
         self._ops, self._at = joint.ops, joint.forward_length
         self._done: set[int] = set()
         first = joint.ops[: joint.forward_length]
-        self._producer = {s: op.index for op in first for s in op.allocates if op.index in rerun}
+        again = [op for op in first if op.index in rerun]
+        self._producer = {s: op.index for op in again for s in (*op.allocates, *op.allocates_again)}
 
     def run_backward_to(self, last: int) -> None:
         """Append the backward operations up to ``last``, with the re-runs that they still need."""
@@ -236,6 +237,7 @@ def among_sizes(spec: GraphSpec, graph: GraphModule, inputs: Sequence[Any]) -> G
         frozenset(of_input(i) for i in spec.per_use_inputs),
         {of_output(i): layout for i, layout in spec.tangent_layouts.items()},
         spec.split,
+        frozenset(of_input(i) for i in spec.handed_inputs),
     )
 
 

@@ -20,17 +20,18 @@ from torch.fx import Graph as FxGraph
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import planner
-from planner import Plan
+from planner import Plan, PreparedStep
 from planner._torch.execution import host_place
 from planner._torch.execution.host_place import HostPlace
 from planner.costs.devices import Device, find_device
 from planner.costs.roofline import roofline
 from planner.errors import PlannerError
 from planner.lowering.transfers import check_transfers
+from planner.planning import solve_many
 from planner.planning.encodings import Solved
 from planner.planning.make_plan import make_plan
 from planner.planning.prepared import Prepared
-from planner.problem.encodings import packed
+from planner.problem.encodings import PackedProblem, packed
 from planner.problem.link import overlapped
 from planner.report.page.data import page_data
 from planner.runtime import install
@@ -55,9 +56,9 @@ class Block(nn.Module):
         return x + self.narrow(self.dropout(F.gelu(self.widen(self.norm(x)))))
 
 
-def blocks(dropout: nn.Module | None = None) -> nn.Module:
+def blocks(dropout: nn.Module | None = None, count: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(64, dropout or nn.Dropout(0.1)) for _ in range(2))).train()
+    return nn.Sequential(*(Block(64, dropout or nn.Dropout(0.1)) for _ in range(count))).train()
 
 
 def squares(y: torch.Tensor) -> torch.Tensor:
@@ -99,6 +100,38 @@ def test_bits_and_bytes_are_as_promised_below_the_least_peak(plan: Plan) -> None
     report = planner.verify(model, (X,), plan=Plan.loads(plan.dumps()), loss=squares)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
+def test_the_page_shows_what_is_on_its_way_as_the_plan_has_it(plan: Plan) -> None:
+    data, record, places = page_data(plan), plan.graphs[0], plan.step.places()
+    sent = [places[bar["to"][0]][2] for bar in data["link"]]
+    assert sent == record.packed
+    for bar, last in zip(data["link"], record.completed, strict=True):
+        assert [op for graph, _, op in places[: bar["to"][1]] if graph >= 0][-1] == last
+    begun = sorted((step, op) for bar, op in zip(data["link"], sent, strict=True) for step, _ in bar["back"])
+    assert [op for _, op in begun] == [op for op in record.backward if op in record.packed]
+    assert all(begin < read for bar in data["link"] for begin, read in bar["back"])
+
+
+def in_regions() -> planner.PreparedStep:
+    return planner.prepare(
+        blocks(count=4), X, loss=squares, offload="disk", backend="graph", costs="roofline", regions="*"
+    )
+
+
+@pytest.mark.heavy
+def test_what_one_region_hands_on_to_the_next_leaves_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = in_regions()
+    plan = step.plan("min", solver="sqrt_n")
+    assert [g.ops[0].name for g in plan.graphs if 0 in g.packed] == ["input"]
+    kept = [p for p in step._prepared.packings if not p.handed]
+    less = PreparedStep(replace(step._prepared, packings=tuple(kept))).plan("min", solver="sqrt_n")
+    assert plan.predicted.dynamic_peak_bytes < less.predicted.dynamic_peak_bytes
+    for one in (plan, decided_at_random(step._prepared, random.Random(0))):
+        assert any(g.handed_inputs and 0 in run.packed for g in one.graphs for run in g.programs)
+        report = planner.verify(blocks(count=4), (X,), plan=Plan.loads(one.dumps()), loss=squares)
+        assert report.ok, report.problems
+        assert report.measured_dynamic_peak_bytes == one.predicted.dynamic_peak_bytes
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -352,6 +385,31 @@ def test_no_more_than_the_host_budget_is_sent(plan: Plan) -> None:
     assert within.solver.bound_covers == "every schedule"
 
 
+class Words(nn.Module):
+    """Blocks with a loss that can be computed in pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.blocks, self.head = nn.Embedding(500, 64), blocks(), nn.Linear(64, 500)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.blocks(self.words(words))).flatten(0, 1), words.flatten())
+
+
+@pytest.mark.heavy
+def test_a_step_with_its_loss_in_pieces_sends_too() -> None:
+    words, model = torch.randint(0, 500, (8, 128)), Words().train()
+    step = planner.prepare(
+        model, (words,), offload="disk", split="loss", outputs="dropped", backend="graph", costs="roofline"
+    )
+    plan = step.plan("min")
+    assert plan.graphs[0].split is not None
+    assert plan.whole_step.host_bytes
+    report = planner.verify(model, (words,), plan=plan)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
 def test_a_sweep_sends_too() -> None:
     plans = planner.sweep(
         blocks(),
@@ -364,9 +422,24 @@ def test_a_sweep_sends_too() -> None:
     assert all(plan.whole_step.host_bytes for plan in plans)
 
 
+def test_a_sweep_does_not_get_slower_where_a_smaller_budget_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    offers, asked = solve_many.offers_to_send, []
+
+    def to_the_first(*args: Any) -> list[PackedProblem]:
+        asked.append(args)
+        return offers(*args) if len(asked) == 1 else []
+
+    monkeypatch.setattr(solve_many, "offers_to_send", to_the_first)
+    budgets = ["70%", "71%"]
+    plans = planner.sweep(blocks(), (X,), budgets=budgets, loss=squares, offload="disk", costs="roofline")
+    small, large = sorted(plans, key=lambda plan: plan.target.budget_text)
+    assert small.whole_step.host_bytes
+    assert large.predicted.seconds <= small.predicted.seconds
+
+
 def test_plans_for_a_gpu_say_what_they_would_take_and_are_not_run_yet() -> None:
     with torch.device("meta"):
-        model = blocks()
+        model = blocks(count=4)
     made = planner.plan(
         model, (X.to("meta"),), budget="min", loss=squares, solver="sqrt_n", device="H100", offload="host"
     )

@@ -31,6 +31,7 @@ def test_its_figures_are_those_of_the_simulated_plan() -> None:
     data = page_data(planned.plan)
     assert data["live"] == timeline.step_bytes.tolist()
     assert data["peak"] == {"step": timeline.peak_step, "bytes": timeline.peak_bytes}
+    assert data["link"] == []
     assert data["schedule"] == graph.base_of[planned.schedule].tolist()
     values = {name: np.array(column) for name, column in data["values"].items()}
     for step in (0, graph.forward_length, timeline.peak_step, len(planned.schedule) - 1):

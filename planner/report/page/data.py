@@ -16,6 +16,7 @@ from planner.report.explanation import Explainer
 from planner.report.explanation_text import moment_text, sentences, short_name
 from planner.report.text import format_seconds
 from planner.report.undroppable import peak_parts
+from solvers.model.indices import RowId, base_op, listed
 
 _GROUPS = 6
 _SHOWN = 0.85
@@ -97,9 +98,36 @@ def page_data(plan: PlanRecord, frontier: Sequence[PlanRecord] = ()) -> dict[str
             "start": lives.start[shown].tolist(),
             "end": lives.end[shown].tolist(),
         },
+        "link": _link(sim),
         "frontier": [_point(other) for other in frontier],
         "own_point": _point(plan),
     }
+
+
+def _link(sim: SimulatedPlan) -> list[dict[str, Any]]:
+    """What the link carries, in the order of the forward: what waits to be on the host, and what comes back.
+
+    From the step that makes a result, or takes it from another graph, to the one at which it is on the host,
+    and from that which begins to fetch it to the first that reads it. Until the one and from the other on it
+    takes the device's memory; the bytes are these.
+    """
+    if sim.plan.target.offload == "none":
+        return []
+    graph, rows = sim.graph, listed(RowId, sim.schedule)
+    packed = [[frozenset(run.packed) for run in record.by_execution] for record in sim.plan.graphs]
+    found: list[dict[str, Any]] = []
+    for row, (of, execution, op) in enumerate(sim.step.places()[: graph.forward_length]):
+        if of < 0 or op not in packed[of][execution]:
+            continue
+        again = graph.rerun(base_op(row))
+        (kept,), (fetched,) = graph.ops[again].inputs, graph.ops[again].outputs
+        complete = base_op(int(graph.producer[kept]))
+        (sent,) = graph.ops[complete].inputs
+        found.append({"bytes": graph.values[sent].bytes, "to": [row, complete], "back": []})
+        for step in (i for i, other in enumerate(rows) if other == again):
+            readers = (i for i in range(step + 1, len(rows)) if fetched in graph.ops[rows[i]].inputs)
+            found[-1]["back"].append([step, next(readers, step)])
+    return found
 
 
 def story(explainer: Explainer) -> list[str]:

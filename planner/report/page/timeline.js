@@ -69,13 +69,29 @@ function draw() {
       }],
     },
   }, columns(), box);
+  lane();
   plot.over.addEventListener("dblclick", () => zoom(0, steps - 1));
   plot.over.addEventListener("click", () => { held = held === null ? here : null; if (plot.cursor.idx != null) show(shownSteps[plot.cursor.idx]); });
+}
+/* What the link carries, under the chart: a bar for each result, from where it waits to where it is there. */
+function lane() {
+  const svg = byId("link"), left = plot.over.offsetLeft, width = plot.over.clientWidth, high = 10;
+  svg.style.display = D.link.length ? "block" : "none";
+  svg.setAttribute("width", left + width); svg.setAttribute("height", 2 * high + 2);
+  const bars = D.link.flatMap(r => [[0, r.to, r.bytes], ...r.back.map(b => [1, b, r.bytes])]);
+  svg.replaceChildren(...bars.filter(([, [a, b]]) => b >= view[0] && a <= view[1]).map(([y, [a, b], bytes]) => {
+    const bar = document.createElementNS("http://www.w3.org/2000/svg", "rect"), title = document.createElementNS("http://www.w3.org/2000/svg", "title");
+    const from = plot.valToPos(Math.max(a, view[0]), "x"), to = plot.valToPos(Math.min(b, view[1]), "x");
+    for (const [name, value] of [["x", left + from], ["y", y * (high + 2)], ["width", Math.max(1, to - from)], ["height", high], ["fill", COLOURS[y]], ["opacity", .5]]) bar.setAttribute(name, value);
+    title.textContent = `${bytesText(bytes)} ${y ? "fetched from" : "on the way to"} the host, steps ${a} to ${b}`;
+    bar.append(title);
+    return bar;
+  }));
 }
 function zoom(from, to) {
   from = Math.max(0, Math.min(from, steps - 1)); to = Math.max(from, Math.min(to, steps - 1));
   if (to - from < 8) { const m = (from + to) >> 1; from = Math.max(0, m - 4); to = Math.min(steps - 1, m + 4); }
-  view = [from, to]; plot.setData(columns()); show(here);
+  view = [from, to]; plot.setData(columns()); lane(); show(here);
 }
 function around(factor) {
   const half = Math.max(4, (view[1] - view[0]) * factor / 2), middle = here >= view[0] && here <= view[1] ? here : (view[0] + view[1]) / 2;
@@ -112,6 +128,7 @@ function legend() {
   const items = byId("stacked").checked ? D.groups.map((g, i) => [COLOURS[i % COLOURS.length], g]) : [];
   items.push(["var(--ink)", `planned, at most ${bytesText(D.peak.bytes)}`], ["var(--unplanned)", `unplanned (dotted), at most ${bytesText(D.unplanned.peak)}; its steps stretched to these`]);
   if (D.room !== null) items.push(["var(--budget)", `what the budget allows (dashed), ${bytesText(D.room)}`]);
+  if (D.link.length) items.push([COLOURS[0], "bars below: made, and not all on the host yet"], [COLOURS[1], "fetched, and not read yet"]);
   byId("legend").replaceChildren(...items.map(([colour, text]) => { const li = element("li"), i = element("i"); i.style.background = colour; li.append(i, text); return li; }));
 }
 const actions = { in: () => around(.4), out: () => around(2.5), all: () => zoom(0, steps - 1), peak: () => { held = null; if (D.peak.step < view[0] || D.peak.step > view[1]) zoom(0, steps - 1); show(D.peak.step); } };
