@@ -10,13 +10,15 @@ import torch
 from torch._dynamo.convert_frame import compile_lock
 from torch._inductor import graph as lowered_graph
 from torch._inductor.codegen.cpp import CppScheduling
-from torch._inductor.utils import fresh_cache
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from planner._torch import fake
+from planner._torch.compat import of_graphs
 from planner._torch.inductor import compiling, fusion
 from planner.lowering.inductor import InductorLowering
+
+fresh_cache = of_graphs("torch._inductor.utils", "fresh_cache")
 
 
 def test_a_thread_that_is_done_leaves_what_another_compiles_with(monkeypatch: pytest.MonkeyPatch) -> None:
