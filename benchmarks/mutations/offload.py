@@ -78,4 +78,17 @@ OFFLOAD = [
         ),
         (f"{_TESTS}::test_a_graph_that_reads_too_early_is_found",),
     ),
+    Mutation(
+        "what-a-graph-hands-on",
+        "A backward reads the fetched input that another graph handed on, and not the input.",
+        "The input stays in memory, though the plan sends it.",
+        (
+            Change(
+                "planner/problem/encodings.py",
+                "            elif handed and row >= graph.forward_length:\n",
+                "            elif False:\n",
+            ),
+        ),
+        (f"{_TESTS}::test_what_one_region_hands_on_to_the_next_leaves_memory_too",),
+    ),
 ]
