@@ -112,7 +112,9 @@ class BatchSearch:
         self.tell("looking for the largest batch", 0.4)
         unplanned = self._confirmed_unplanned()
         if unplanned is not None and self.steps.at(unplanned).eager_seconds > 0:
-            self._reference = self.steps.at(unplanned).eager_seconds / unplanned
+            # As it is, or captured: what entering graphs takes is no price of a larger batch.
+            largest = self.steps.at(unplanned)
+            self._reference = max(largest.eager_seconds, largest.graph.base_seconds) / unplanned
         answer = self._grow_and_bisect(unplanned or 0)
         while True:
             self.tell(f"planning batch {answer}", 0.8)

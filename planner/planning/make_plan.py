@@ -62,8 +62,8 @@ AS_WRITTEN = (
 )
 
 ENTERING = (
-    "Python enters the captured graphs in about {:.1f} ms a step, {:.0%} of the step without a plan, whatever"
-    " is recomputed: the extra time above leaves it out. Plan larger batches, where it does not matter"
+    "Python enters the captured graphs in about {:.0f} ms a step, whatever is recomputed, and the step without "
+    "a plan takes {:.1f}: the extra time above leaves it out. Plan larger batches, where it does not matter"
 )
 _MUCH_PYTHON = 0.05
 """The share of a step from which on it is told."""
@@ -131,8 +131,8 @@ def make_plan(
     if as_written:
         notes.append(AS_WRITTEN)
     entering = 0.0 if replayed or as_written else problem.following_seconds
-    if entering > _MUCH_PYTHON * problem.eager.seconds:
-        notes.append(ENTERING.format(entering * 1e3, entering / problem.eager.seconds))
+    if entering > _MUCH_PYTHON * problem.eager.seconds > 0:
+        notes.append(ENTERING.format(entering * 1e3, problem.eager.seconds * 1e3))
     of_cudnn = None if emitted else cudnn_note(prepared, graph, solution.schedule, timeline.step_bytes)
     if of_cudnn is not None:
         notes.append(of_cudnn)

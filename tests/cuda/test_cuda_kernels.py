@@ -334,7 +334,7 @@ def test_recurrent_layers_of_a_gpu_are_not_known_on_the_cpu(layer: type[nn.Modul
     assert "kernels of its own" in note
     kept = 7 * 8 * 3 * 4  # numbers of four bytes for eight units and three steps
     assert (f"cuDNN would keep at most {kept} B " in note) == issubclass(layer, nn.RNNBase)
-    assert planned("cpu").notes == []
+    assert not any("kernels of its own" in note for note in planned("cpu").notes)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ OTHER: dict[str, Any] = {
     "places": [0],
     "unused_outputs": [1],
     "per_use_inputs": [0],
+    "handed_inputs": [0],
     "gradient_layouts": [GradientLayout(output=0, dimensions=[1, 0])],
     "split": SplitRecord(form="forward", pieces=2, runs=[SplitRun(module="head", rows=4)]),
     "backward": [index for index in GRAPH.backward if index >= GRAPH.forward_length],
