@@ -25,8 +25,8 @@ CALL, SAVE, AGAIN = 2.5, 3.0, 4.0
 """How many of these take as long as a call that is counted, as a tensor that autograd saves, as a re-run."""
 
 GRAPH = 1e-3
-"""Seconds of Dynamo's guards, AOTAutograd's wrappers and hooks for each graph in a step on the CPU: 0.7 to 1.4
-ms on a core of an AMD EPYC. They are not measured anew, so that another process makes the same plan file."""
+"""Seconds of Dynamo's guards, AOTAutograd's wrappers and hooks for each graph in a step on the CPU: 0.7 to
+1.4 ms on a core of an AMD EPYC. They are not measured anew, so that other processes make the same plan."""
 
 ENTER = 4e-6
 """Seconds for each tensor that a planned graph is given, from a wait for data to the graph's first operator:
