@@ -63,7 +63,7 @@ AS_WRITTEN = (
 
 ENTERING = (
     "Python enters the captured graphs in about {:.0f} ms a step, whatever is recomputed, where the step "
-    "without a plan takes {:.1f} ms: extra time leaves that out. Plan larger batches, where it does not matter"
+    "without a plan takes {:.1f} ms: extra time leaves that out. Plan larger batches, where it matters less"
 )
 _MUCH_PYTHON = 0.05
 """The share of a step from which on it is told."""
