@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import pickle
 import random
 import time
@@ -38,6 +39,7 @@ from planner.runtime import install
 from solvers.model.just_in_time import recompute
 from solvers.model.schedule import check, simulate
 from solvers.model.solution import Solution, Status
+from tests.browser import run_in_browser
 
 X = torch.randn(512, 64)
 
@@ -111,6 +113,18 @@ def test_the_page_shows_what_is_on_its_way_as_the_plan_has_it(plan: Plan) -> Non
     begun = sorted((step, op) for bar, op in zip(data["link"], sent, strict=True) for step, _ in bar["back"])
     assert [op for _, op in begun] == [op for op in record.backward if op in record.packed]
     assert all(begin < read for bar in data["link"] for begin, read in bar["back"])
+
+
+@pytest.mark.browser
+def test_the_bars_are_drawn_below_the_steps(plan: Plan, tmp_path: Path) -> None:
+    look = "await new Promise(done => setTimeout(done, 500)); return JSON.stringify("
+    look += "[...document.querySelectorAll('#link rect')].map(bar => bar.getBoundingClientRect().left))"
+    seen = run_in_browser(plan.report(), look, tmp_path)
+    assert seen.console == []
+    places, link = json.loads(seen.result), page_data(plan)["link"]
+    bars = [bar["to"][0] for bar in link] + [step for bar in link for step, _ in bar["back"]]
+    assert len(places) == len(bars)
+    assert len(set(places)) == len(set(bars))
 
 
 def in_regions() -> planner.PreparedStep:

@@ -66,15 +66,15 @@ function draw() {
         const line = (x, colour, dash) => { const p = u.valToPos(x, "x", true); if (p < u.bbox.left || p > u.bbox.left + u.bbox.width) return; const c = u.ctx; c.save(); c.strokeStyle = colour; c.setLineDash(dash); c.beginPath(); c.moveTo(p, u.bbox.top); c.lineTo(p, u.bbox.top + u.bbox.height); c.stroke(); c.restore(); };
         line(D.forward, css("--soft"), [2, 4]);
         line(here, css("--accent"), []);
-      }],
+      }, lane],
     },
   }, columns(), box);
-  lane();
   plot.over.addEventListener("dblclick", () => zoom(0, steps - 1));
   plot.over.addEventListener("click", () => { held = held === null ? here : null; if (plot.cursor.idx != null) show(shownSteps[plot.cursor.idx]); });
 }
-/* What the link carries, under the chart: a bar for each result, from where it waits to where it is there. */
-function lane() {
+/* What the link carries, under the chart: a bar for each result, from where it waits to where it is there. Drawn with
+   the chart, which has no scale before. */
+function lane(plot) {
   const svg = byId("link"), left = plot.over.offsetLeft, width = plot.over.clientWidth, high = 10;
   svg.style.display = D.link.length ? "block" : "none";
   svg.setAttribute("width", left + width); svg.setAttribute("height", 2 * high + 2);
@@ -91,7 +91,7 @@ function lane() {
 function zoom(from, to) {
   from = Math.max(0, Math.min(from, steps - 1)); to = Math.max(from, Math.min(to, steps - 1));
   if (to - from < 8) { const m = (from + to) >> 1; from = Math.max(0, m - 4); to = Math.min(steps - 1, m + 4); }
-  view = [from, to]; plot.setData(columns()); lane(); show(here);
+  view = [from, to]; plot.setData(columns()); show(here);
 }
 function around(factor) {
   const half = Math.max(4, (view[1] - view[0]) * factor / 2), middle = here >= view[0] && here <= view[1] ? here : (view[0] + view[1]) / 2;
