@@ -241,8 +241,8 @@ class _Capture:
             autocast = as_on_its_device(self._cuda, stack)
             stack.callback(self._python.restore)
             self.report("running the step whose saved tensors are dropped", 0.1)
-            saving = partial(self._recorded, recorder_of(module, self._units), around)
             python = PythonState([module], objects=True)
+            saving = partial(self._recorded, recorder_of(module, self._units), around, python)
             with recurrent_calls(module) as recurrent:
                 try:
                     recorder = saving()
@@ -251,8 +251,6 @@ class _Capture:
                     self._eager_runs = True
                     recorder = saving()
             self._eager_runs = True
-            if python.changed():  # a flag or a counter: the first step may be none like those that follow
-                recorder = saving()
             if (eager := recorder.eagerly()) is None:
                 self.report("running the eager step", 0.6)
                 eager = self._recorded().recording
@@ -412,15 +410,19 @@ class _Capture:
         warn(text)
 
     def _recorded(
-        self, recorder_of: Callable[..., StepRecorder] = StepRecorder, around: Around = _as_it_is
+        self,
+        recorder_of: Callable[..., StepRecorder] = StepRecorder,
+        around: Around = _as_it_is,
+        python: PythonState | None = None,
     ) -> StepRecorder:
-        """Record the plain step; a second time if the first forward set up tensors that later ones find."""
+        """Record the plain step; a second time if the first forward set up tensors that later ones find, or
+        changed a flag or a counter in ``python``, so that it may be none like those that follow."""
 
         def record() -> StepRecorder:
             return self._record(self.copied.module, "running the step", (), recorder_of, around)[0]
 
         recorder = record()
-        if not recorder.left_tensors():
+        if not recorder.left_tensors() and (python is None or not python.changed()):
             return recorder
         try:
             return record()
