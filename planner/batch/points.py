@@ -17,8 +17,9 @@ class BatchPoint:
         reserved_bytes: What the allocator of a GPU reserves for that, workspaces of libraries included.
         seconds: Predicted time of forward, backward and the optimizer's step.
         samples_per_second: Batch over seconds.
-        overhead: Time of forward and backward per sample, over that of the largest unplanned batch:
-            0.29 is 29 % slower. Over the same batch without recomputation where no unplanned batch fits.
+        overhead: Time of forward and backward per sample, over that of the largest unplanned batch, as it is
+            or as it is captured, whichever takes longer: 0.29 is 29 % slower. Over the same batch without
+            recomputation where no unplanned batch fits.
         captured: The step was captured at this batch, not estimated from others.
         planned: Whether it is a planned step.
     """
