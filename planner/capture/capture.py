@@ -40,7 +40,7 @@ from planner.capture.graphs.graph_runner import GraphRunner
 from planner.capture.graphs.runners import captured_graphs, collector, let_go, split_up
 from planner.capture.module_calls import Bound, Marked, run_forward
 from planner.capture.on_a_copy import RunOfACopy, as_on_its_device, on_a_copy
-from planner.capture.recurrent_layers import recurrent_calls
+from planner.capture.recurrent_layers import RecurrentCalls
 from planner.errors import CaptureError, warn
 from planner.lowering.lowerings import chosen_lowering
 from planner.module_parts import buffers_of, parameters_of
@@ -243,20 +243,19 @@ class _Capture:
             self.report("running the step whose saved tensors are dropped", 0.1)
             python = PythonState([module], objects=True)
             saving = partial(self._recorded, recorder_of(module, self._units), around, python)
-            with recurrent_calls(module) as recurrent:
-                try:
-                    recorder = saving()
-                except CaptureError:
-                    self._recorded()  # as it is: its error is the better one, where it fails as well
-                    self._eager_runs = True
-                    recorder = saving()
+            try:
+                recorder = saving()
+            except CaptureError:
+                self._recorded()  # as it is: its error is the better one, where it fails as well
+                self._eager_runs = True
+                recorder = saving()
             self._eager_runs = True
             if (eager := recorder.eagerly()) is None:
                 self.report("running the eager step", 0.6)
                 eager = self._recorded().recording
             recording = recorder.recording
         if self._cuda is not None:
-            warn_of_cpu_kernels(recording, (), module, recurrent, self._cuda, self._warn)
+            warn_of_cpu_kernels(recording, (), module, self._recurrent, self._cuda, self._warn)
         self.report("captured", 1.0)
         return CapturedStep(
             [],
@@ -297,8 +296,7 @@ class _Capture:
             # Hooks of the copy write where those of the original do.
             stack.callback(self._python.restore)
             report("running the eager step", 0.1)
-            with recurrent_calls(module) as recurrent:
-                eager = self._recorded().recording
+            eager = self._recorded().recording
             self._eager_runs = True
             count = sum(bool(e.allocates) and not e.backward for e in eager.events)
             if most is not None and most.operations is not None and count > most.operations:
@@ -335,7 +333,7 @@ class _Capture:
         uncaptured.refuse_second_backwards(recording, [runner.graph for runner in runners])
         warn_of_other_gradients(recording, runners, self._with_gradients, self.copied, self._warn, regions)
         if self._cuda is not None:
-            warn_of_cpu_kernels(recording, runners, module, recurrent, self._cuda, self._warn)
+            warn_of_cpu_kernels(recording, runners, module, self._recurrent, self._cuda, self._warn)
         report("captured", 1.0)
         ran = {e.graph.graph for e in recording.events if e.graph is not None}
         made = [runners[i].graph for i in sorted(ran)]
@@ -453,7 +451,11 @@ class _Capture:
         for runner in runners:
             runner.record_to(recorder)
         dispatched = dispatched_in_python() if self._cuda and not runners else lengths_are_read(not runners)
-        with self._pass(doing), dispatched, recorder:
+        adding: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if not runners:
+            self._recurrent = RecurrentCalls(self.copied.module)
+            adding = self._recurrent.added_up()
+        with self._pass(doing), dispatched, adding, recorder:
             for parameter, gradient in self.gradients.items():
                 parameter.grad = gradient
             kept = self.copied.step.run(marked, recorder.pause, recorder.note_sent)

@@ -21,15 +21,28 @@ MOST_NUMBERS = 7
 
 
 class RecurrentCalls:
-    """Upper bounds of the bytes that cuDNN would take for the calls of recurrent layers.
+    """Upper bounds of the bytes that cuDNN would take for the calls of a module's recurrent layers in a pass.
 
     Attributes:
         kept_bytes: Kept between forward and backward, by all calls together.
         workspace_bytes: Workspace of the largest call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._layers = [layer for layer in parts_of(module) if isinstance(layer, torch.nn.RNNBase)]
         self.kept_bytes = self.workspace_bytes = 0
+
+    @contextlib.contextmanager
+    def added_up(self) -> Iterator[None]:
+        """A context in which calls of the layers are added."""
+
+        def note(layer: Any, args: Any, kwargs: Any) -> None:
+            self.add(layer, args[0] if args else kwargs.get("input"))
+
+        with contextlib.ExitStack() as stack:
+            for layer in self._layers:
+                stack.callback(layer.register_forward_pre_hook(note, with_kwargs=True).remove)
+            yield
 
     def add(self, layer: torch.nn.RNNBase, sequences: Any) -> None:
         """Add a call of a layer."""
@@ -50,23 +63,3 @@ class RecurrentCalls:
             f"take {format_bytes(self.workspace_bytes)} inside, by what was measured of one version "
             f"({MOST_NUMBERS} numbers for each unit, step and sequence of a layer; 1.5 times the weights)"
         )
-
-
-@contextlib.contextmanager
-def recurrent_calls(module: torch.nn.Module) -> Iterator[RecurrentCalls]:
-    """A context that adds up the calls of a module's recurrent layers."""
-    calls = RecurrentCalls()
-
-    def note(layer: Any, args: Any, kwargs: Any) -> None:
-        calls.add(layer, args[0] if args else kwargs.get("input"))
-
-    hooks = [
-        layer.register_forward_pre_hook(note, with_kwargs=True)
-        for layer in parts_of(module)
-        if isinstance(layer, torch.nn.RNNBase)
-    ]
-    try:
-        yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -12,7 +12,7 @@ import planner
 from planner._torch.compat import version
 from planner._torch.cuda.attention import AttentionCall, choose_attention, prefers_cudnn
 from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
-from planner.capture.recurrent_layers import recurrent_calls
+from planner.capture.recurrent_layers import RecurrentCalls
 from planner.errors import CaptureError, PlanWarning
 from planner.user_plan import Plan
 from tests.small import small_gpt
@@ -345,7 +345,8 @@ def test_what_recurrent_layers_may_keep_covers_what_was_measured(
 ) -> None:
     with torch.device("meta"):
         four, steps = layer(123, 320, 4), torch.empty(25, 1000, 123)
-    with recurrent_calls(nn.Sequential(four)) as calls:
+    calls = RecurrentCalls(nn.Sequential(four))
+    with calls.added_up():
         four(steps)
     four(steps)
     assert kept <= calls.kept_bytes <= 1.25 * kept
