@@ -21,6 +21,7 @@ from planner._torch.autograd import CountingMode
 from planner._torch.tensors import SPARSE, held_tensors, storage_number, strided_copy
 from planner._torch.tracing.block_marks import marks_here
 from planner._torch.without_data.ctc_loss import lengths_are_tensors
+from planner._torch.without_data.plain import ASKS_FOR_DEVICE, device_of
 from planner.parallel.fully_shard import ShardedUnits
 from planner.replay.calls import (
     is_batch_norm,
@@ -147,7 +148,7 @@ class SavesRecorder(CountingMode, StepRecorder):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = self.dispatched(func, types, args, kwargs)
-        if self._paused or out is NotImplemented:
+        if func is ASKS_FOR_DEVICE or self._paused or out is NotImplemented:
             return out
         events, made = self.recording.events, self.saved.made
         if len(events) == len(made):
@@ -358,6 +359,7 @@ class _Packed:
 class Form(NamedTuple):
     """How a tensor without data lies in its storage."""
 
+    mode: Any
     elements: int
     shape: torch.Size
     strides: tuple[int, ...]
@@ -369,15 +371,15 @@ class Form(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> "Form":
         """The form of a tensor."""
         elements = tensor.untyped_storage().nbytes() // max(tensor.element_size(), 1)
-        return cls(
-            elements, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.device
-        )
+        offset = int(tensor.storage_offset())
+        mode = fake.mode_of([tensor])
+        return cls(mode, elements, tensor.shape, tensor.stride(), offset, tensor.dtype, device_of(tensor))
 
     def tensor(self) -> torch.Tensor:
         """A tensor of this form, in memory of its own."""
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         if self.offset == 0 and self.elements == last + 1 and 0 not in self.shape:
-            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+            return fake.empty_strided(self.mode, self.shape, self.strides, self.dtype, self.device)
         base = torch.empty(self.elements, dtype=self.dtype, device=self.device)
         return base.as_strided(self.shape, self.strides, self.offset)
 

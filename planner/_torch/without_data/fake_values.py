@@ -120,7 +120,7 @@ class ConstantTrackingFakeMode(RemembersCalls):
             found = self._computed(func, args, kwargs, devices)
             if found is not None:
                 return found[0]
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = self.dispatch(func, types, args, kwargs)
         if (
             getattr(func, "overloadpacket", None) in _MAKERS
             and fake_tensors.CONSTANT_NUMEL_LIMIT > 1
