@@ -1,6 +1,7 @@
 """Predicted extra time against measured, and Hugging Face's own checkpointing at its own peak.
 
     python benchmarks/time_truth.py --out docs/results/time-truth.md
+    python benchmarks/time_truth.py --costs measured --backends graph replay        # replays beside graphs
     python benchmarks/time_truth.py --tiny --models gpt2 --shares 60% --repeats 1   # a try
 
 For each model plans are made by the roofline and by measured costs, and run. Each planned, or checkpointed,
@@ -16,6 +17,7 @@ The program starts itself again with these settings.
 
 import argparse
 import gc
+import itertools
 import os
 import platform
 import statistics
@@ -39,6 +41,7 @@ SETTINGS = {
 }
 SHARES = ("80%", "60%", "40%")
 COSTS = ("roofline", "measured")
+BACKENDS = ("auto", "graph", "replay")
 MODELS = ("bert", "gpt2", "llama", "vit", "resnet50", "unet")
 
 NEAR = 4
@@ -180,13 +183,16 @@ def compare(name: str, options: argparse.Namespace) -> list[str]:
         steps["theirs"] = step_of(theirs)
     plans: dict[str, planner.Plan] = {}
     infeasible: list[str] = []
-    for costs in options.costs:
-        prepared = planner.prepare(plain[0], kwargs=plain[1], loss=plain[2], outputs="dropped", costs=costs)
+    for costs, backend in itertools.product(options.costs, options.backends):
+        way = f"{costs}, {backend}" if len(options.backends) > 1 else costs
+        prepared = planner.prepare(
+            plain[0], kwargs=plain[1], loss=plain[2], outputs="dropped", costs=costs, backend=backend
+        )
         resident = prepared.plan("100%", solver="none").predicted.resident_bytes
         if "theirs" in steps and len(budgets) == len(options.shares):
             budgets.append(("their peak", resident + peak_of(theirs, steps["theirs"])))
         for label, budget in budgets:
-            key = f"{label}, {costs}"
+            key = f"{label}, {way}"
             try:
                 plan = prepared.plan(budget, time_limit=options.time_limit)
             except planner.InfeasibleBudget as error:
@@ -222,6 +228,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--shares", nargs="+", default=list(SHARES), help="budgets, of the unplanned step")
     parser.add_argument("--costs", nargs="+", choices=COSTS, default=list(COSTS))
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=["auto"])
     parser.add_argument("--repeats", type=int, default=9, help="timed pairs of steps of each kind")
     parser.add_argument("--time-limit", type=float, default=60, help="seconds that each search may take")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers of each")
