@@ -9,6 +9,9 @@ second (width 256, batch 4, sequence 128) computes. Printed are medians of proce
 the unplanned step.
 
 Below stand the same two, followed by replays: extra time as predicted, Python's included, and as measured.
+Then twelve layers of width 32 and eight words with every block checkpointed: by replays, by graphs and by
+``torch.utils.checkpoint``; and, where nothing runs again, under a dispatch mode that does nothing, and with
+hooks on saved tensors that do nothing.
 Then what Python takes to enter a planned graph, from a wait for data to the graph's first operator, for each
 tensor that the graph is given (``planner/costs/host_time.py``): a GPU has nothing to do meanwhile.
 """
@@ -18,10 +21,15 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -43,6 +51,7 @@ def main() -> None:
         name: measure(*sizes, options.repeats) | replayed(*sizes[:3], options.repeats)
         for name, sizes in MODELS.items()
     }
+    results["every block checkpointed"] = checkpointed(options.repeats)
     entered = entering_seconds(options.repeats)
     if options.json:
         json.dump({**results, "entering_seconds": entered}, sys.stdout, indent=1)
@@ -112,6 +121,62 @@ def replayed(width: int, batch: int, sequence: int, repeats: int) -> dict[str, d
         report = planner.verify(model, inputs, plan=plan, repeats=repeats)
         found[f"replayed, {budget}"] = {"predicted": plan.overhead, "measured": report.overhead}
     return found
+
+
+class NothingMode(TorchDispatchMode):
+    """A dispatch mode that calls what it is given."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def checkpointed(repeats: int) -> dict[str, dict[str, float]]:
+    """Seconds of steps in which every block runs again, and of steps that something watches which does
+    nothing."""
+    inputs = words(1, 8)
+
+    def model() -> GPT:
+        torch.manual_seed(0)
+        return GPT(width=32, layers=12, context=8).train()
+
+    def step(network: GPT, *around: Callable[[], AbstractContextManager[object]]) -> Callable[[], None]:
+        def run() -> None:
+            network.zero_grad(set_to_none=True)
+            with ExitStack() as stack:
+                for context in around:
+                    stack.enter_context(context())
+                loss = network(*inputs)
+            loss.backward()
+
+        return run
+
+    def planned(backend: str) -> GPT:
+        network = model()
+        options = {"solver": "manual", "checkpoints": ["blocks.*"], "backend": backend}
+        planner.plan(network, inputs, budget="1TiB", costs="roofline", **options).apply(network)
+        return network
+
+    by_hand = model()
+    for block in by_hand.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    hooks = partial(torch.autograd.graph.saved_tensors_hooks, lambda t: t, lambda t: t)
+    steps = {
+        "eager": step(model()),
+        "a mode": step(model(), NothingMode),
+        "a mode and hooks": step(model(), NothingMode, hooks),
+        "checkpoint": step(by_hand),
+        "graphs": step(planned("graph")),
+        "replays": step(planned("replay")),
+    }
+    seconds = measure_seconds(list(steps.values()), repeats)
+    return {
+        name: {"seconds": taken, "ratio_to_eager": taken / seconds[0]}
+        for name, taken in zip(steps, seconds, strict=True)
+    }
 
 
 STAMPS: list[float] = []
