@@ -2,9 +2,7 @@
 
 import copy
 import gc
-import importlib
 import math
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -23,8 +21,6 @@ import planner
 from planner.verification.measure import measure_peak
 from tests.ranks import run_ranks, say_each, what_a_rank_says
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
 HALF: Any = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 Built = tuple[nn.Module, dict[str, torch.Tensor], str]
 
@@ -32,11 +28,6 @@ Built = tuple[nn.Module, dict[str, torch.Tensor], str]
 def _words(rank: int) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, 96, (8, 32), generator=torch.Generator().manual_seed(rank))
     return {"input_ids": ids, "labels": ids}
-
-
-def _transformer(rank: int) -> Built:
-    blocks: Any = importlib.import_module("blocks")
-    return blocks.build_model(), {"words": blocks.batch(0, rank)}, "layers.*"
 
 
 def _llama(rank: int) -> Built:
@@ -62,7 +53,6 @@ def _bert(rank: int) -> Built:
 
 
 CASES: dict[str, tuple[Callable[[int], Built], planner.FSDP2 | planner.DDP]] = {
-    "transformer": (_transformer, planner.FSDP2(2)),
     "Llama, kept gathered, in half precision": (_llama, planner.FSDP2(2, False, **HALF)),
     "in pieces: Llama": (_llama, planner.FSDP2(2)),
     # As Accelerate shards it.

@@ -135,8 +135,7 @@ def _measured_as_predicted(
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("read", [True, False])
+@pytest.mark.parametrize(("count", "read"), [(1, True), (3, False)])
 def test_what_is_sent_is_let_go_of_when_all_have_had_their_forward(
     monkeypatch: pytest.MonkeyPatch, count: int, read: bool
 ) -> None:

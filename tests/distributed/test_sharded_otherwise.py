@@ -106,7 +106,6 @@ def _inside(model: nn.Module) -> None:
         (fully_shard, "0.0 was planned as a unit, and is none"),
         (_inside, "0.1.0 is a unit of its own, and was not planned as one"),
         (lambda m: _shard(m, reshard_after_forward=False), "planned as True, and units have False"),
-        (lambda m: _shard(m, reshard_after_forward=True), "planned as None, and the root has True"),
         (lambda m: _shard(m, mp_policy=HALF), "param_dtype was planned as torch.float32"),
         (_without_reduction, "gradients are not reduced, and whole ones are kept: that is no_sync=True"),
         (_without_reduction_of_all, "not reduced among all replicas"),
@@ -143,7 +142,6 @@ def test_a_unit_without_parameters_is_none_that_counts(sharded: bool) -> None:
         ({}, PARALLEL),
         ({"reshard_after_forward": False}, planner.FSDP2(1, False)),
         ({"mp_policy": HALF}, planner.FSDP2(1, None, torch.bfloat16, torch.float32)),
-        ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32)}, PARALLEL),
         ({}, planner.FSDP2(1, None, reduce_dtype=torch.float32)),
         (
             {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},

@@ -75,9 +75,12 @@ def _laid_out(sizes: Sequence[int], order: Sequence[int], odd: random.Random | N
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("dispatcher", [False, pytest.param(True, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize(
-    "function", [_tokens, _moved, _gradients, _chosen, _broadcast, _normalised, _product]
+    ("function", "dispatcher"),
+    [
+        *((function, False) for function in (_tokens, _chosen, _product)),
+        *((function, True) for function in (_moved, _gradients, _broadcast, _normalised)),
+    ],
 )
 def test_known_strides_are_those_of_the_kernels(function: Function, dispatcher: bool) -> None:
     draw, known = random.Random(0), 0

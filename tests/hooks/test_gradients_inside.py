@@ -145,7 +145,7 @@ def _loss(model: nn.Module) -> list[Tensor]:
     return losses
 
 
-_PLANNED = [InnerLoop, FirstOrder, Equation, Forces, Penalty, Transforms, Reversible]
+_PLANNED = [InnerLoop, FirstOrder, Penalty, Transforms, Reversible]
 
 
 @pytest.mark.graphs

@@ -142,7 +142,7 @@ def test_measurements_of_gigabytes_are_not_read(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("numbers", [[0], [7] * 30, [2**50] * 3, [2**62] * 3])
+@pytest.mark.parametrize("numbers", [[7] * 30, [2**62] * 3])
 def test_a_plan_is_made_whatever_was_remembered(
     numbers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,14 +114,14 @@ def test_a_changed_file_is_a_plan_or_refused(
 
 
 @pytest.mark.heavy
-@settings(_SETTINGS, max_examples=600)
+@settings(_SETTINGS, max_examples=300)
 @given(data=st.data())
 def test_thousands_of_changed_structures_are_plans_or_refused(data: st.DataObject) -> None:
     _change_structure(data)
 
 
 @pytest.mark.heavy
-@settings(_SETTINGS, max_examples=2000)
+@settings(_SETTINGS, max_examples=1000)
 @given(data=st.data())
 def test_thousands_of_changed_bytes_are_plans_or_refused(data: st.DataObject) -> None:
     _change_bytes(data)
@@ -262,9 +262,7 @@ def test_per_use_gradients_of_any_inputs_are_those_of_eager(per_use: list[int], 
     [
         (0, [1, 0], {}, "has other strides"),
         (0, [0, 1], {"inside": [0, 24]}, "has other strides"),
-        (0, [0, 1], {"step": 3}, "has other strides"),
         (0, [0, 1], {"inside": [0, 2**62]}, "output 0"),
-        (0, [2, 0, 1], {}, "output 0"),
         (900, [0, 1], {}, "output 900"),
     ],
 )

@@ -12,7 +12,7 @@ from benchmarks.users.training import PROGRAMS, Training
 
 OPTIONS = {"budget": "70%", "solver": "sqrt_n", "costs": "roofline"}
 QUICK = ("deeponet", "vq_vae")
-HEAVY = ("hypernetwork", "maml", "gaussian_splats", "wasserstein", "sac")
+HEAVY = ("maml", "gaussian_splats")
 
 
 def _check(name: str) -> None:

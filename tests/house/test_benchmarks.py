@@ -176,7 +176,7 @@ def test_scaling_prints_json_and_writes_a_document(
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", ["bert-large", "llama-7b", "resnet"])
+@pytest.mark.parametrize("name", ["bert-large", "resnet"])
 def test_frontiers_of_models_in_small(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--quick", "--models", name, "--budgets", "3", "--solvers", "auto,lower_sets,checkpoint_all"]
     frontier.main(

@@ -75,7 +75,7 @@ def test_bindings_that_are_called_in_an_unknown_way_are_inductors_own(
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(("threads", "convention"), [(1, {}), (2, {}), (1, FROM_2_15)])
+@pytest.mark.parametrize(("threads", "convention"), [(2, {}), (1, FROM_2_15)])
 def test_each_kernel_is_its_own(
     monkeypatch: pytest.MonkeyPatch, threads: int, convention: dict[str, str]
 ) -> None:

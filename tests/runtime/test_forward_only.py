@@ -172,8 +172,7 @@ class _Codec(nn.Module):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("kept", [True, False])
-@pytest.mark.parametrize("sizes", [[32, 32, 64, 32], [32, 64, 128, 32]])
+@pytest.mark.parametrize(("sizes", "kept"), [([32, 32, 64, 32], True), ([32, 64, 128, 32], False)])
 def test_an_encoder_without_gradients_whose_code_the_decoder_runs_too(sizes: list[int], kept: bool) -> None:
     torch.manual_seed(0)
     model, x = _Codec(sizes, kept).train(), torch.randn(64, 32)

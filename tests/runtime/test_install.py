@@ -162,8 +162,7 @@ def _clone(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("regions", [None, "auto"])
-@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize(("regions", "ran"), [(None, True), ("auto", False)])
 def test_clones_run_their_own_weights(ran: bool, regions: str | None) -> None:
     model, args, _ = layers()
     expected = gradients_of(_clone(copy.deepcopy(model)), args)

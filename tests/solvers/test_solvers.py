@@ -55,7 +55,7 @@ def test_solutions_for_micro_batches_in_flight_are_valid(
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("part", range(8))
-@settings(deadline=None, max_examples=250, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
 @given(graphs(most=10), FRACTIONS, st.sampled_from(sorted(SOLVERS)))
 def test_solutions_of_two_thousand_graphs_are_valid(
     part: int, graph: Graph, fraction: float | None, name: str

@@ -148,8 +148,7 @@ def test_what_is_written_and_was_there_takes_nothing() -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("data", [False, True], ids=["without-data", "data-decide"])
-@pytest.mark.parametrize("budget", ["100%", "min"])
+@pytest.mark.parametrize(("data", "budget"), [(False, "min"), (True, "100%")])
 def test_attributes_are_there_before_the_step_and_constants_go_with_it(data: bool, budget: str) -> None:
     torch.manual_seed(0)
     model, args = _Attributes(data), (torch.randn(160, 16),)

@@ -13,7 +13,7 @@ from tests import zoo
 
 FAST = ("nn_vae",)
 HEAVY = (
-    "hf_mamba", "hf_wav2vec2", "diffusers_unet", "nn_neighbour_graph", "nn_logging",
+    "hf_mamba", "diffusers_unet", "nn_neighbour_graph", "nn_logging",
 )  # fmt: skip
 SHORTER = {"hf_mamba": 8}
 """Of these the batch is cut to so many words: each is a stretch of operations, all alike."""

@@ -43,7 +43,6 @@ USES = {
     "a plan, shown and run": (
         "plan = planner.plan(model, (x,), budget='min')\nstr(plan)\nplan.apply(model)(x).sum().backward()"
     ),
-    "auto_checkpoint": ("planner.auto_checkpoint(model, budget='min')\nmodel(x).sum().backward()"),
     "the lazy step": (
         "step = planner.step(lambda model, x: model(x).sum(), budget='min')\nstep(model, x).backward()"
     ),

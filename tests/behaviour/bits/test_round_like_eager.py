@@ -36,11 +36,9 @@ OPERATIONS: dict[str, Operation] = {
     "addcdiv": lambda x, a, b: torch.addcdiv(x, a, b, value=0.37),
     "addcdiv_": lambda x, a, b: (x * 1.0).addcdiv_(a, b, value=0.37),
     "addcdiv, by a tensor": lambda x, a, b: torch.addcdiv(x, a, b, value=FACTOR),
-    "addcmul_": lambda x, a, b: (x * 1.0).addcmul_(a, b, value=0.37),
     "addcmul_, by a tensor": lambda x, a, b: (x * 1.0).addcmul_(a, b, value=FACTOR),
     "add_, by a tensor": lambda x, a, b: (x * 1.0).add_(a, alpha=FACTOR),
     "_foreach_lerp_": lambda x, a, b: _lerp_lists(x, a, b, 0.3),
-    "_foreach_lerp_, to the other": lambda x, a, b: _lerp_lists(x, a, b, 0.7),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import planner
-from tests.small import Built, graph_break_model, small_gpt, small_resnet
+from tests.small import Built, small_gpt, small_resnet
 
 
 def _train(
@@ -30,7 +30,7 @@ OPTIMIZERS = {
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("builder", [small_gpt, small_resnet, graph_break_model])
+@pytest.mark.parametrize("builder", [small_gpt, small_resnet])
 def test_two_steps_give_the_same_weights_and_buffers(builder: Callable[[], Built], optimizer: str) -> None:
     model, args, kwargs = builder()
     twin = copy.deepcopy(model)
@@ -69,9 +69,7 @@ def test_gradients_accumulate() -> None:
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "copies"), [("AdamW", 2), (torch.optim.SGD, 0), ("rmsprop", 1), (torch.optim.Adam, 2)]
-)
+@pytest.mark.parametrize(("optimizer", "copies"), [(torch.optim.SGD, 0), ("AdamW", 2)])
 @pytest.mark.heavy
 def test_optimizer_state_counts_as_resident(optimizer: Any, copies: int) -> None:
     model, args, kwargs = small_gpt()

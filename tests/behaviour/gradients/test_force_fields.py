@@ -75,7 +75,7 @@ def _trains_unplanned(build: Build, batches: Callable[[int], Data] = batch) -> N
 
 _LEAST: Any = {"budget": "min", "solver": "sqrt_n"}
 _PLANNED = [LikeNequip, LikePainn, LikeTorchmdNet]
-_UNPLANNED = [LikeMaceWithStress, LikeSchnetpack]
+_UNPLANNED = [LikeSchnetpack]
 
 
 def test_forces_of_positions_that_a_helper_prepares_are_not_zero() -> None:

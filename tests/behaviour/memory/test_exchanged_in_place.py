@@ -42,8 +42,13 @@ def _loaded(model: nn.Module) -> None:
 
 @pytest.mark.usefixtures("_swapped")
 @pytest.mark.filterwarnings("ignore::planner.PlanWarning")
-@pytest.mark.parametrize("first", [0, pytest.param(2, marks=pytest.mark.heavy)])
-@pytest.mark.parametrize("exchange", [_one_by_one, _loaded, nn.Module.double])
+@pytest.mark.parametrize(
+    ("exchange", "first"),
+    [
+        (_one_by_one, 0),
+        *(pytest.param(way, 2, marks=pytest.mark.heavy) for way in (_loaded, nn.Module.double)),
+    ],
+)
 def test_before_steps_and_between_them(exchange: Exchange, first: int) -> None:
     model, (x,), _ = layers()
     twin = copy.deepcopy(model)

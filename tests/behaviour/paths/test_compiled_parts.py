@@ -72,9 +72,9 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.heavy) if i else kind for i, kind in enumerate(PARTS)]
+    ("kind", "warm"),
+    [pytest.param(kind, i % 2 == 0, marks=[pytest.mark.heavy] if i else []) for i, kind in enumerate(PARTS)],
 )
-@pytest.mark.parametrize("warm", [pytest.param(False, marks=pytest.mark.heavy), True])
 def test_compiled_parts_run_uncompiled_by_a_plan_and_it_says_so(kind: str, warm: bool) -> None:
     build, named = PARTS[kind]
     torch.manual_seed(0)
