@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.fx import Node
 
+from planner._torch import fake
 from planner.capture.captured_step import CapturedStep
 from planner.costs.devices import Device, round_bytes
 from planner.costs.optimizer_step import OptimizerStep
@@ -79,3 +81,24 @@ def bytes_throughout(
         rank.gradient_bytes(model, added_to),
         inputs,
     )
+
+
+def recorded_bytes(captured: CapturedStep, resident: Resident, device: Device, *, dropped: bool) -> int:
+    """What recorded graphs read and write at fixed addresses, beside a step's own tensors.
+
+    Args:
+        captured: The step.
+        resident: What is there throughout; where gradients are, recorded ones are handed out as copies.
+        device: Where the step runs.
+        dropped: Whether the step drops its outputs: recorded ones stay.
+    """
+    outputs = {
+        fake.storage_key(node.meta["val"]): fake.storage_bytes(node.meta["val"])
+        for graph in captured.graphs
+        if graph.joint is not None
+        for node in graph.joint.outputs[0]
+        if isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+    }
+    # The copy that the user gets, and that of the gradient which arrives.
+    of_outputs = (2 + dropped) * sum(round_bytes(device, size) for size in outputs.values())
+    return resident.input_bytes + of_outputs + resident.gradient_bytes + device.library_bytes

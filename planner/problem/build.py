@@ -25,6 +25,7 @@ from planner.graph.dying_operands import writing
 from planner.graph.in_place import operator_in_place
 from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.overwritten import copy_bytes
+from planner.graph.replay.rng import RandomNumbers
 from planner.heap import made_to_stay
 from planner.lowering.partition import no_recomputation
 from planner.problem.in_flight import unplanned_with_others, with_others
@@ -81,6 +82,17 @@ class Problem:
                 again = executions.get(instance, [])[joint.forward_length :]
                 sequences[-1].append(again or no_recomputation(joint))
         return sequences
+
+    def drawn(self, captured: CapturedStep) -> list[ValueId]:
+        """The values that operations of the forward's graphs draw, or may."""
+        joints = [graph.joint for graph in captured.graphs]
+        return [
+            value
+            for row, source in numbered(BaseOp, self.sources)
+            if source.graph >= 0 and (joint := joints[source.graph]) is not None
+            if isinstance(joint.ops[source.op].rule, RandomNumbers)
+            for value in self.graph.ops[row].outputs
+        ]
 
 
 @made_to_stay()
