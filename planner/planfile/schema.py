@@ -119,8 +119,8 @@ class WholeStep(Record):
     library_bytes: Count = Field(description="workspaces that matrix libraries allocate once and keep")
     recorded_bytes: Count = Field(
         default=0,
-        description="with backend cudagraphs: copies of inputs, outputs and gradients that recorded graphs read "
-        "and write, and workspaces of libraries in their pool",
+        description="with backend cudagraphs: copies of inputs, outputs and gradients that recorded graphs "
+        "read and write, and workspaces of libraries in their pool",
     )
     fragmentation_bytes: Count = Field(
         description="what the caching allocator reserves beyond what is allocated and the libraries' "

@@ -86,9 +86,7 @@ class Prepared:
     def reserving_whole_step(self) -> WholeStep:
         """The unplanned step with segments reserved for it beforehand."""
         eager = self.problem.eager
-        return self._unrecorded.whole_step(
-            eager.peak_bytes, eager.final_bytes, eager.allocations, arena=True
-        )
+        return self._unrecorded.whole_step(eager.peak_bytes, eager.final_bytes, eager.allocations, arena=True)
 
     def whole_step(self, schedule: Schedule) -> WholeStep:
         """The step by a schedule, with the optimizer's own."""

@@ -37,7 +37,7 @@ from planner.hooks import hooks_for
 from planner.hooks.undefined_gradients import UndefinedGradients
 from planner.hooks.unused_outputs import UnusedOutputs
 from planner.lowering.lowerings import Lowering, chosen_lowering
-from planner.lowering.partition import no_recomputation
+from planner.lowering.partition import no_recomputation, user_outputs
 from planner.planfile.plan import GraphRecord, PlanRecord
 from planner.runtime.executions import Alike, Executions, alike
 from planner.runtime.first_forward import Path
@@ -287,8 +287,8 @@ class PlanBackend:
         def lowered_forward(module: GraphModule) -> aot.BoxedFunction:
             nonlocal recorded
             function = lower(module, "forward")
-            if exact and self._recordings is not None:
-                recorded = self._recordings.graph(example_inputs)
+            if self._recordings is not None and user_outputs(module) is not None:
+                recorded = self._recordings.graph(example_inputs, planned=exact)
             return function if recorded is None else recorded.forward(module, function)
 
         def lowered_backward(module: GraphModule) -> aot.BoxedFunction:

@@ -220,9 +220,7 @@ class PlannedCall(PlanCall):
         found = weakref.ref(model)
         recorded = plan.target.backend == "cudagraphs"
         self._recordings = Recordings(plan, found, self._calls, warn) if recorded else None
-        compile_ = partial(
-            _compiled, found, forward, self._calls, self._regions, host, self._recordings
-        )
+        compile_ = partial(_compiled, found, forward, self._calls, self._regions, host, self._recordings)
         self._shapes = NewShapes(model, plan, self.on_new_shape, compile_, self.loss)
         self._warned_of_casts = False
         self._definitions: Definitions | None = None  # at the first planned step

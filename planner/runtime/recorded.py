@@ -1,4 +1,4 @@
-"""The rules of ``backend="cudagraphs"``: which steps run as recorded, and what a recording may read and write.
+"""The rules of ``backend="cudagraphs"``: which steps run as recorded, and what recordings read and write.
 
 A planned graph is two functions, its forward and its backward. The first step of a shape runs as it is. In
 the second both are recorded, into one pool, and from then on steps run what was recorded. What a recording
@@ -65,8 +65,6 @@ def why_unrecordable(module: GraphModule, device: torch.device) -> str | None:
             return f"Python reads what {node.target} found in data"
         if operators.is_foreign(node.target):
             return f"{node.target} is not PyTorch's, and may do more than can be recorded"
-        if any(isinstance(a, torch.Generator) for a in (*node.args, *node.kwargs.values())):
-            return "it draws from a generator of its own"
     return None
 
 
@@ -163,7 +161,7 @@ class RecordedGraph:
             return function
         self._forward, self._outputs = function, outputs
         self._look(module)
-        return self._run_forward
+        return lambda args: self._run_forward(args)  # AOTAutograd sets an attribute of it
 
     def backward(self, module: GraphModule, function: BoxedFunction) -> BoxedFunction:
         """The function to call in the place of a backward; the first is that of all outputs' gradients."""
@@ -173,7 +171,7 @@ class RecordedGraph:
         inputs = module.graph.find_nodes(op="placeholder")
         self._tangents = sum(node.name.startswith("tangents_") for node in inputs)
         self._look(module)
-        return self._run_backward
+        return lambda args: self._run_backward(args)
 
     def stop(self, reason: str) -> None:
         """Run nothing as recorded any more."""
@@ -188,7 +186,7 @@ class RecordedGraph:
             self._recording, self._recorder, self._pending = None, self._make(), None
 
     def _look(self, module: GraphModule) -> None:
-        self._constants |= _addresses(t for t in _constants(module) if isinstance(t, Tensor))
+        self._constants |= _addresses(_constants(module))
         if reason := why_unrecordable(module, self._device):
             self.stop(reason)
 
@@ -261,24 +259,24 @@ class RecordedGraph:
     def _run_first(self, args: list[Any]) -> Sequence[Any]:
         """Run a step as it is, and look at what a recording must not do."""
         assert self._forward is not None
-        own, inputs = _addresses(self._own()), _addresses(a for a in args if isinstance(a, Tensor))
-        if not all(map(_is_plain, args)):
-            self.stop("an input is no plain tensor or number")
-        if any(isinstance(a, Tensor) and a.device != self._device for a in args):
-            self.stop("an input is on another device")
-        watched = Watched(
+        if not all(map(_is_plain, args)) or any(_device(a) not in (None, self._device) for a in args):
+            self.stop("an input is no number and no plain tensor of the module's device")
+            return self._forward(args)
+        own, inputs = _addresses(self._own()), _addresses(args)
+        others = Watched(
             {i: a for i, a in enumerate(args) if isinstance(a, Tensor) and _address(a) not in own}
         )
         results = self._forward(args)
-        if watched.written():
-            self.stop("it writes into an input")
+        self._warm = True
+        if not all(map(_is_plain, results)):
+            self.stop("a result is no number and no plain tensor")
+            return results
         outputs = {id(r): _address(r) for r in results[: self._outputs] if isinstance(r, Tensor)}
         taken = list(outputs.values())
+        if others.written():
+            self.stop("it writes into an input")
         if inputs.intersection(taken) or len(set(taken)) < len(taken):
             self.stop("an output shares its memory with an input or another output")
-        if not all(map(_is_plain, results)):
-            self.stop("a result is no plain tensor or number")
-        self._warm = True
         return results
 
     def _record_forward(self, args: Sequence[Any]) -> _Recording:
@@ -290,7 +288,7 @@ class RecordedGraph:
             for i, a in enumerate(args)
         ]
         places = {id(s): i for i, s in enumerate(static) if isinstance(s, Tensor)}
-        inputs = _addresses(s for s in static if isinstance(s, Tensor)) | self._constants
+        inputs = _addresses(static) | self._constants
         recorder = self._recorder
         results, run = recorder.record(self._forward, list(static))
 
@@ -365,8 +363,7 @@ class RecordedGraph:
     def _record_backward(self, recording: _Recording, args: Sequence[Any]) -> _Half:
         assert self._backward is not None
         tangents = [strided_copy(t) if isinstance(t, Tensor) else t for t in self._tangents_of(args)]
-        static = (*tangents, *recording.forward.static)
-        inputs = _addresses(t for t in static if isinstance(t, Tensor)) | self._constants
+        inputs = _addresses((*tangents, *recording.forward.static)) | self._constants
         numbers = [a for a in args[: len(args) - self._tangents] if not isinstance(a, Tensor)]
         given = [*numbers, *(kept for kept in recording.owned if isinstance(kept, Tensor)), *tangents]
         recording.owned = []  # the backward frees what it has read
@@ -406,8 +403,12 @@ def _address(tensor: Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
 
 
-def _addresses(tensors: Iterable[Tensor]) -> set[int]:
-    return {_address(t) for t in tensors} - {0}
+def _addresses(values: Iterable[Any]) -> set[int]:
+    return {_address(v) for v in values if isinstance(v, Tensor)} - {0}
+
+
+def _device(value: Any) -> torch.device | None:
+    return value.device if isinstance(value, Tensor) else None
 
 
 def _is_plain(value: Any) -> bool:
@@ -452,15 +453,22 @@ class Recordings:
         self._graph: RecordedGraph | None = None
         self._told = False
 
-    def graph(self, inputs: Sequence[Any]) -> RecordedGraph | None:
+    def graph(self, inputs: Sequence[Any], *, planned: bool) -> RecordedGraph | None:
         """What records a graph with such inputs; None where nothing does.
 
-        One that is captured anew with the same shapes, as other hooks or another mode of autocast are there,
-        takes the place of the one before.
+        One that is captured anew with the same shapes, as there are other hooks now, takes the place of the
+        one before.
+
+        Args:
+            inputs: They tell the shapes.
+            planned: Whether the graph is made of the operations that were planned.
+
         """
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else x for x in inputs]
         device = next((t.device for t in self._own()), torch.device("cpu"))
         reason = self._why_not(device)
+        if reason is None and not planned:
+            reason = "it is of other operations than were planned"
         if reason is None and self._shapes not in (None, shapes):
             reason = "inputs are of other shapes"
         if reason is not None:
@@ -472,9 +480,7 @@ class Recordings:
         self._shapes = shapes
         make: Any = partial(recorder_for, device)
         copies = self._plan.resident.gradient_bytes > 0
-        self._graph = RecordedGraph(
-            device, make, self._own, self._calls, self._say, copies_gradients=copies
-        )
+        self._graph = RecordedGraph(device, make, self._own, self._calls, self._say, copies_gradients=copies)
         return self._graph
 
     def forget(self) -> None:
