@@ -273,6 +273,7 @@ def options_of(plan: PlanRecord) -> PlanOptions:
     if isinstance(plan.made_with, PlanOptions):
         return replace(plan.made_with, inputs=plan.target.inputs, backend=plan.target.backend)
     return PlanOptions(
+        unproven=True,  # whoever made the plan was told
         backend=plan.target.backend,
         backend_options=plan.target.backend_options,
         offload=plan.target.offload,

@@ -71,7 +71,7 @@ def recorder_for(device: torch.device) -> Recorder | None:
 def at_same_address(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that lies where another does, and does not hold its memory."""
     held = tensor.untyped_storage()
-    storage = torch._C._construct_storage_from_data_pointer(held.data_ptr(), tensor.device, held.nbytes())  # type: ignore[attr-defined]
+    storage = torch._C._construct_storage_from_data_pointer(held.data_ptr(), tensor.device, held.nbytes())
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
