@@ -23,6 +23,7 @@ from planner.verification.verify import Report
 def test_side_by_side_memory_comes_first_and_times_are_of_the_same_plans(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--small", "--repeats", "1", "--budgets", "60%", "--no-calibrate"]
     arguments += ["--peers", "checkpoint per block", "--inductor", "--jobs", "2", "--out", str(tmp_path)]
+    arguments += ["--first"]
     arguments += ["--plans", str(tmp_path / "plans")]
     found = gpu.main([*arguments, "--models", "gpt2", "--precisions", "bf16"])
     ways = {row["way"]: Row(**row) for row in found["rows"]}
@@ -115,7 +116,8 @@ class Loss(torch.nn.Module):
 def test_what_is_not_begun_in_time_is_left_out(tmp_path: Path) -> None:
     found = gpu.main(["--device", "cpu", "--small", "--seconds", "0", "--out", str(tmp_path)])
     ways = 2 + len(gpu.BUDGETS) + len(gpu.PEERS) + len(gpu.INDUCTOR)
-    assert len(found["left_out"]) == len(CASES) * len(gpu.PRECISIONS) * ways
+    first = len(gpu.FIRST) * len(gpu.FIRST_MODELS)
+    assert len(found["left_out"]) == len(CASES) * len(gpu.PRECISIONS) * ways + first
     assert "Left out" in next(tmp_path.glob("*.md")).read_text()
 
 
