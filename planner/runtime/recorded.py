@@ -39,6 +39,8 @@ from planner.planfile.plan import PlanRecord
 MOST_RECORDINGS = 4
 """How often a graph is recorded anew, as its parameters have moved, before it is left unrecorded."""
 
+NOT_RECORDED = "a step runs operator by operator, not as a recorded CUDA graph: {}"
+
 Tensor = torch.Tensor
 
 
@@ -125,7 +127,7 @@ class RecordedGraph:
         make: Makes a recorder, of a pool of its own.
         own: The module's parameters and buffers as they are now.
         calls: The calls of the module.
-        say: Tells the user why a step does not run as recorded.
+        warn: Tells the user why a step does not run as recorded.
         copies_gradients: Whether gradients are handed out as copies.
     """
 
@@ -135,11 +137,11 @@ class RecordedGraph:
         make: Callable[[], Recorder],
         own: Callable[[], Iterable[Tensor]],
         calls: Calls,
-        say: Callable[[str], None],
+        warn: Callable[[str], None],
         *,
         copies_gradients: bool,
     ) -> None:
-        self._device, self._make, self._own, self._calls, self._say = device, make, own, calls, say
+        self._device, self._make, self._own, self._calls, self._warn = device, make, own, calls, warn
         self._copies_gradients = copies_gradients
         self._recorder = make()
         self._said: set[str] = set()
@@ -384,7 +386,8 @@ class RecordedGraph:
     def _tell(self, reason: str) -> None:
         if reason not in self._said:
             self._said.add(reason)
-            self._say(NOT_RECORDED.format(reason))
+            beside = "" if self._recording is None else ". Its memory lies beside that of the recorded graphs"
+            self._warn(NOT_RECORDED.format(reason + beside))
 
 
 def _settings() -> tuple[Any, ...]:
@@ -438,7 +441,7 @@ class Recordings:
         plan: The plan.
         model: The module.
         calls: Its calls.
-        say: Tells the user what does not run as recorded.
+        warn: Tells the user what does not run as recorded.
     """
 
     def __init__(
@@ -446,9 +449,9 @@ class Recordings:
         plan: PlanRecord,
         model: weakref.ref[torch.nn.Module],
         calls: Calls,
-        say: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
-        self._plan, self._model, self._calls, self._say = plan, model, calls, say
+        self._plan, self._model, self._calls, self._warn = plan, model, calls, warn
         self._shapes: list[Any] | None = None
         self._graph: RecordedGraph | None = None
         self._told = False
@@ -474,13 +477,13 @@ class Recordings:
         if reason is not None:
             if not self._told:
                 self._told = True
-                self._say(NOT_RECORDED.format(reason))
+                self._warn(NOT_RECORDED.format(reason))
             return None
         self.forget()
         self._shapes = shapes
         make: Any = partial(recorder_for, device)
         copies = self._plan.resident.gradient_bytes > 0
-        self._graph = RecordedGraph(device, make, self._own, self._calls, self._say, copies_gradients=copies)
+        self._graph = RecordedGraph(device, make, self._own, self._calls, self._warn, copies_gradients=copies)
         return self._graph
 
     def forget(self) -> None:
@@ -501,6 +504,3 @@ class Recordings:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return "several processes train"
         return None
-
-
-NOT_RECORDED = "a step runs operator by operator, not as a recorded CUDA graph: {}"
