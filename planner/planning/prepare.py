@@ -215,7 +215,7 @@ def _prepare(
         warn(unmeasured(meter))
     if where.here.type == "cuda":
         torch.cuda.empty_cache()  # blocks of other sizes than the step's, which it would split
-    footprint = _footprint(captured, model, step, options, where, update, rank)
+    footprint = _footprint(captured, problem, model, step, options, where, update, rank)
     return Prepared(
         model,
         step,
@@ -391,6 +391,7 @@ def _optimizer_step(
 
 def _footprint(
     captured: CapturedStep,
+    problem: Problem,
     model: torch.nn.Module,
     step: Step,
     options: PlanOptions,
@@ -405,7 +406,7 @@ def _footprint(
     target = where.target
     resident, recorded = there.resident(update, target), None
     if options.backend == "cudagraphs":
-        recorded = recorded_bytes(captured, resident, target, dropped=step.outputs == "dropped")
+        recorded = recorded_bytes(captured, problem, resident, target, dropped=step.outputs == "dropped")
     return StepMemoryModel(target, resident, update, there.tensors(target), reduced, recorded)
 
 

@@ -12,6 +12,7 @@ from planner.costs.devices import Device, round_bytes
 from planner.costs.optimizer_step import OptimizerStep
 from planner.parallel.rank import Rank
 from planner.planfile.plan import Resident
+from planner.problem.build import Problem
 from planner.training_step.step import unique_storages
 
 
@@ -83,22 +84,27 @@ def bytes_throughout(
     )
 
 
-def recorded_bytes(captured: CapturedStep, resident: Resident, device: Device, *, dropped: bool) -> int:
+def recorded_bytes(
+    captured: CapturedStep, problem: Problem, resident: Resident, device: Device, *, dropped: bool
+) -> int:
     """What recorded graphs read and write at fixed addresses, beside a step's own tensors.
 
     Args:
-        captured: The step.
+        captured, problem: The step.
         resident: What is there throughout; where gradients are, recorded ones are handed out as copies.
         device: Where the step runs.
         dropped: Whether the step drops its outputs: recorded ones stay.
     """
-    outputs = {
-        fake.storage_key(node.meta["val"]): fake.storage_bytes(node.meta["val"])
-        for graph in captured.graphs
-        if graph.joint is not None
-        for node in graph.joint.outputs[0]
+    graphs = [graph.joint for graph in captured.graphs if graph.joint is not None]
+    outputs = [
+        round_bytes(device, fake.storage_bytes(node.meta["val"]))
+        for joint in graphs
+        for node in dict.fromkeys(joint.outputs[0])
         if isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
-    }
-    # The copy that the user gets, and that of the gradient which arrives.
-    of_outputs = (2 + dropped) * sum(round_bytes(device, size) for size in outputs.values())
-    return resident.input_bytes + of_outputs + resident.gradient_bytes + device.library_bytes
+    ]
+    # The copy that is handed out, that which the next graph reads, and that of the gradient which arrives.
+    copies = 2 + dropped + (len(graphs) > 1)
+    # Each graph has a pool, and the largest is no larger than the step's peak.
+    pools = sorted(problem.peaks_by_graph().values())
+    inputs = len(graphs) * resident.input_bytes
+    return inputs + copies * sum(outputs) + sum(pools[:-1]) + resident.gradient_bytes + device.library_bytes

@@ -288,7 +288,7 @@ class PlanBackend:
             nonlocal recorded
             function = lower(module, "forward")
             if self._recordings is not None and user_outputs(module) is not None:
-                recorded = self._recordings.graph(example_inputs, planned=exact)
+                recorded = self._recordings.graph(followed if exact else None, example_inputs)
             return function if recorded is None else recorded.forward(module, function)
 
         def lowered_backward(module: GraphModule) -> aot.BoxedFunction:

@@ -34,7 +34,7 @@ from planner._torch.versions import Watched
 from planner.compiled.calls import Call, Calls
 from planner.graph.replay import rng
 from planner.lowering.partition import user_outputs
-from planner.planfile.plan import PlanRecord
+from planner.planfile.plan import GraphRecord, PlanRecord
 
 MOST_RECORDINGS = 4
 """How often a graph is recorded anew, as its parameters have moved, before it is left unrecorded."""
@@ -435,7 +435,7 @@ def _same_place(static: Any, given: Any) -> bool:
 
 
 class Recordings:
-    """The recorded graph of a planned module: one, of one shape. Others run operator by operator.
+    """The recorded graphs of a planned module, each of one shape and with a pool of its own.
 
     Args:
         plan: The plan.
@@ -452,55 +452,54 @@ class Recordings:
         warn: Callable[[str], None],
     ) -> None:
         self._plan, self._model, self._calls, self._warn = plan, model, calls, warn
-        self._shapes: list[Any] | None = None
-        self._graph: RecordedGraph | None = None
+        self._graphs: dict[tuple[str, int], tuple[list[Any], RecordedGraph]] = {}
         self._told = False
 
-    def graph(self, inputs: Sequence[Any], *, planned: bool) -> RecordedGraph | None:
+    def graph(self, record: GraphRecord | None, inputs: Sequence[Any]) -> RecordedGraph | None:
         """What records a graph with such inputs; None where nothing does.
 
         One that is captured anew with the same shapes, as there are other hooks now, takes the place of the
         one before.
 
         Args:
+            record: The plan's graph; None for one of other operations than were planned.
             inputs: They tell the shapes.
-            planned: Whether the graph is made of the operations that were planned.
-
         """
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else x for x in inputs]
         device = next((t.device for t in self._own()), torch.device("cpu"))
-        reason = self._why_not(device)
-        if reason is None and not planned:
-            reason = "it is of other operations than were planned"
-        if reason is None and self._shapes not in (None, shapes):
-            reason = "inputs are of other shapes"
-        if reason is not None:
+        key = ("", 0) if record is None else (record.structure, record.occurrence)
+        before, graph = self._graphs.get(key, (shapes, None))
+        if reason := self._why_not(device, record) or (
+            "inputs are of other shapes" if before != shapes else ""
+        ):
             if not self._told:
                 self._told = True
                 self._warn(NOT_RECORDED.format(reason))
             return None
-        self.forget()
-        self._shapes = shapes
+        if graph is not None:
+            graph.forget()
         make: Any = partial(recorder_for, device)
         copies = self._plan.resident.gradient_bytes > 0
-        self._graph = RecordedGraph(device, make, self._own, self._calls, self._warn, copies_gradients=copies)
-        return self._graph
+        made = RecordedGraph(device, make, self._own, self._calls, self._warn, copies_gradients=copies)
+        self._graphs[key] = shapes, made
+        return made
 
     def forget(self) -> None:
         """Free what was recorded."""
-        if self._graph is not None:
-            self._graph.forget()
+        for _, graph in self._graphs.values():
+            graph.forget()
 
     def _own(self) -> Iterable[Tensor]:
         model = self._model()
         return [] if model is None else [*model.parameters(), *model.buffers()]
 
-    def _why_not(self, device: torch.device) -> str | None:
-        plan = self._plan
+    def _why_not(self, device: torch.device, record: GraphRecord | None) -> str:
         if recorder_for(device) is None:
             return f"the module is on the {device.type}, and CUDA graphs are a GPU's"
-        if len(plan.graphs) != 1 or len(plan.graphs[0].executions) > 1:
-            return "the step is several graphs"
+        if record is None:
+            return "it is of other operations than were planned"
+        if len(record.executions) > 1 or record.occurrences > 1:
+            return "layers share a graph"
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return "several processes train"
-        return None
+        return ""

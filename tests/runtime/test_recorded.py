@@ -588,16 +588,34 @@ def test_a_function_that_cannot_be_recorded(function: Callable[[Tensor], list[An
     assert why in line
 
 
-def test_a_forward_that_is_several_graphs(recorders: list[StandIn]) -> None:
+def test_a_forward_that_is_several_graphs_has_several_pools(recorders: list[StandIn]) -> None:
     class Breaks(Net):
         def forward(self, x: Tensor) -> Any:
-            x = self.a(x).tanh()
+            x = self.norm(self.a(x).tanh().sin())
             torch._dynamo.graph_break()
-            return self.b(x.sin()).square().mean()
+            return self.b(self.drop(x.cos())).square().mean()
 
     pair = Pair(recorders, Breaks(), torch.randn(6, 4))
-    with says("several graphs"):
-        pair.steps(3)
+    pair.steps(4)
+    assert pair.runs() == [[3, 3], [3, 3]]
+    whole = pair.plan.whole_step
+    assert whole is not None
+    assert whole.recorded_bytes > 6 * 8 * 4 * 4  # four times what goes from one to the other
+    with says("still held"):
+        pair.steps(2, zero="between")
+    pair.steps(1, loss=lambda found: found * found)
+
+
+def test_layers_that_share_a_graph(recorders: list[StandIn]) -> None:
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            torch._dynamo.graph_break()
+            return super().forward(x).tanh().sin()
+
+    model = nn.Sequential(Layer(4, 4), Layer(4, 4))
+    pair = Pair(recorders, model, torch.randn(6, 4), loss=torch.sum)
+    with says("layers share a graph"):
+        pair.steps(3, loss=torch.sum)
     assert pair.runs() == []
 
 
