@@ -44,7 +44,7 @@ class StandIn:
         made = list(function(args))
         torch.set_rng_state(state)
         for tensor, value in values:
-            tensor.copy_(value)
+            tensor.data.copy_(value)  # a recording writes nothing, and changes no version
         own = {id(r): r.clone() for r in made if isinstance(r, torch.Tensor) and _address(r) not in there}
         results = [own.get(id(r), r) for r in made]
         of_pool = [t for earlier in self._made for t in earlier if any(t is g for g in given)]
