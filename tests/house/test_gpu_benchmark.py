@@ -93,7 +93,7 @@ def run_patched(
 
 
 def quick_plan(model: torch.nn.Module, *args: Any, budget: str, **kwargs: Any) -> planner.Plan:
-    key = (budget, kwargs["backend"])
+    key = (budget, kwargs["backend"] + kwargs.get("offload", ""))
     if key not in _PLANS:
         _PLANS[key] = planner.api.plan(model, *args, **{**kwargs, "budget": budget, "costs": "roofline"})
     return _PLANS[key]
@@ -209,6 +209,19 @@ def test_a_plan_that_inductor_runs_is_a_row(tmp_path: Path, monkeypatch: pytest.
     assert not fused["problem"]
     assert fused["measured_bytes"] > 0
     assert fused["measured_overhead"] == pytest.approx(fused["seconds"] / unplanned["seconds"] - 1)
+
+
+@pytest.mark.heavy
+def test_what_is_new_runs_first_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = ("unplanned", "compile", gpu_case.COMPILED_CHECKPOINT, "recorded 300%", "offload 300%")
+    monkeypatch.setattr(gpu, "FIRST", ways)
+    monkeypatch.setattr(gpu, "FIRST_MODELS", ("resnet-50",))
+    found = run_patched(tmp_path, monkeypatch, "--budgets", "--first", *ways)
+    rows = [Row(**row) for row in found["rows"]]
+    assert [row.way for row in rows] == [*ways]
+    assert not any(row.problem for row in rows)
+    assert all(row.seconds for row in rows)
+    assert [row.right for row in rows] == [None, None, None, True, True]
 
 
 @pytest.mark.heavy

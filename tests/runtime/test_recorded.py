@@ -619,22 +619,11 @@ def test_layers_that_share_a_graph(recorders: list[StandIn]) -> None:
     assert pair.runs() == []
 
 
-def test_sizes_that_data_decide(recorders: list[StandIn]) -> None:
-    class Chooses(Net):
-        def forward(self, x: Tensor) -> Any:
-            return self.a(x)[torch.tensor([0, 2, 3])].sum() + self.b(self.a(x).relu()).sum()
-
-    module = torch.fx.symbolic_trace(lambda x: torch.ops.aten.nonzero.default(x))
-    why = recorded.why_unrecordable(module, torch.device("cpu"))
-    assert why is not None
-    assert "found in data" in why
-    Pair(recorders, Chooses(), torch.randn(6, 4)).steps(3)
-
-
 @pytest.mark.parametrize(
     ("call", "why"),
     [
         (lambda x: torch.ops._c10d_functional.all_reduce.default(x, "sum", "0"), "ranks take part"),
+        (lambda x: torch.ops.aten.nonzero.default(x), "found in data"),
         (lambda x: torch.ops.aten._local_scalar_dense.default(x), "found in data"),
     ],
 )
