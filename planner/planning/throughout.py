@@ -102,8 +102,9 @@ def recorded_bytes(
         for node in dict.fromkeys(joint.outputs[0])
         if isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
     ]
-    # The copy that is handed out, that which the next graph reads, and that of the gradient which arrives.
-    copies = 2 + dropped + (len(graphs) > 1)
+    # The copy that is handed out, and that of the gradient which arrives. Between graphs: the copy which the
+    # next one reads, and that of the gradient which it returns.
+    copies = 2 + dropped + 2 * (len(graphs) > 1)
     # Each graph has a pool, and the largest is no larger than the step's peak.
     pools = sorted(problem.peaks_by_graph().values())
     inputs = len(graphs) * resident.input_bytes

@@ -8,15 +8,15 @@ at fixed addresses too, which the next step overwrites. So
 - outputs are handed out as copies;
 - what the forward keeps for the backward is handed to autograd as tensors that hold no memory: the backward
   may free them while it is recorded, and may also run as it is, on what lies there;
-- gradients are handed out as they are, and no forward runs as recorded while anybody holds one. Where the
-  plan counts gradients that are there at entry, they are handed out as copies.
+- gradients of parameters are handed out as they are, and no forward runs as recorded while anybody holds
+  one. Other gradients are copied, and all are where the plan counts gradients that are there at entry.
 
 Whatever no rule allows runs as without a recording, operator by operator, which is always right, and says so.
 """
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -305,6 +305,7 @@ class RecordedGraph:
         if not any(isinstance(k, Tensor) and _address(k) not in inputs for k in owned):
             raise RuntimeError("the forward keeps nothing for the backward")
         half = _Half(static, copied, results[: self._outputs], run)
+        half.copy(args)  # into memory that lies over itself, as of an expanded tensor, nothing can be copied
         return _Recording(recorder.where(), _settings(), half, [*map(handed, owned)], owned)
 
     # ---- the backward ----
@@ -370,15 +371,31 @@ class RecordedGraph:
         given = [*numbers, *(kept for kept in recording.owned if isinstance(kept, Tensor)), *tangents]
         recording.owned = []  # the backward frees what it has read
         results, run = self._recorder.record(self._backward, given)
-        times = Counter(_address(r) for r in results if isinstance(r, Tensor))
-        if not self._copies_gradients:
-            recording.gradients = [
-                (r, holders(r))
-                for r in results
-                if isinstance(r, Tensor) and times[_address(r)] == 1 and _address(r) not in inputs
-            ]
         copied = frozenset(i for i, t in enumerate(tangents) if isinstance(t, Tensor))
-        return _Half(tangents, copied, results, run)
+        half = _Half(tangents, copied, results, run)
+        half.copy(self._tangents_of(args))
+        recording.gradients = [
+            (results[i], holders(results[i])) for i in self._stay(recording, results, inputs)
+        ]
+        return half
+
+    def _stay(self, recording: _Recording, results: Sequence[Any], inputs: Collection[int]) -> list[int]:
+        """The gradients that are handed out as they are: of parameters that are passed once.
+
+        The engine adds others to the rest in place, which it cannot where a recording holds them.
+        """
+        given = recording.forward
+        if self._copies_gradients or len(results) != len(given.static):
+            return []
+        passed, made = (
+            Counter(_address(t) for t in each if isinstance(t, Tensor)) for each in (given.static, results)
+        )
+        return [
+            i
+            for i, (of, result) in enumerate(zip(given.static, results, strict=True))
+            if isinstance(of, Tensor) and isinstance(result, Tensor) and i not in given.copied
+            if passed[_address(of)] == made[_address(result)] == 1 and _address(result) not in inputs
+        ]
 
     def _tangents_of(self, args: Sequence[Any]) -> Sequence[Any]:
         return args[len(args) - self._tangents :]
@@ -416,7 +433,8 @@ def _device(value: Any) -> torch.device | None:
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided
+        lazy = value.is_conj() or value.is_neg()  # what lies there is not the value
+        return type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and not lazy
     return value is None or isinstance(value, bool | int | float)
 
 
