@@ -39,8 +39,6 @@ from planner.planfile.plan import GraphRecord, PlanRecord
 MOST_RECORDINGS = 4
 """How often a graph is recorded anew, as its parameters have moved, before it is left unrecorded."""
 
-NOT_RECORDED = "a step runs operator by operator, not as a recorded CUDA graph: {}"
-
 Tensor = torch.Tensor
 
 
@@ -404,7 +402,11 @@ class RecordedGraph:
         if reason not in self._said:
             self._said.add(reason)
             beside = "" if self._recording is None else ". Its memory lies beside that of the recorded graphs"
-            self._warn(NOT_RECORDED.format(reason + beside))
+            _say(self._warn, reason + beside)
+
+
+def _say(warn: Callable[[str], None], reason: str) -> None:
+    warn(f"a step runs operator by operator, not as a recorded CUDA graph: {reason}")
 
 
 def _settings() -> tuple[Any, ...]:
@@ -492,7 +494,7 @@ class Recordings:
         ):
             if not self._told:
                 self._told = True
-                self._warn(NOT_RECORDED.format(reason))
+                _say(self._warn, reason)
             return None
         if graph is not None:
             graph.forget()
