@@ -17,6 +17,7 @@ from benchmarks.frontiers.stand_in_recorder import StandIn, stand_in
 from planner._torch.cuda.recorder import recorder_for
 from planner.compiled.calls import Calls
 from planner.errors import FreedError, InputsChanged, PlanWarning
+from planner.report.text import as_text
 from planner.runtime import recorded
 from planner.user_plan import Plan
 
@@ -663,4 +664,5 @@ def test_the_prediction_counts_what_recordings_hold() -> None:
         assert whole.recorded_bytes == 512 + output + plan.resident.gradient_bytes + library
         assert whole.optimizer_step_bytes == whole.forward_backward_bytes  # the pool stays
         assert whole.arena == []
+        assert "of recorded graphs, beside" in as_text(plan.summary())
         assert whole.reserved_bytes >= whole.allocated_bytes + library + whole.recorded_bytes
