@@ -10,7 +10,6 @@ compiled. ``docs/internals/inductor.md`` says what plans for a GPU need beyond t
 
 import argparse
 import contextlib
-import re
 import sys
 import weakref
 from collections.abc import Iterator
@@ -67,43 +66,20 @@ def gpu_of(device: Device) -> Iterator[None]:
     DeviceProperties.create.cache_clear()
 
 
-_IMPORTS = re.compile(
-    r"^(import triton\b.*|from torch\._inductor\.runtime\.triton_heuristics .*|.*get_raw_stream)$", re.M
-)
-
-
 class Program:
-    """A program that Inductor emitted, to be run on tensors without data.
+    """A program that Inductor emitted, and what it held when it ran on tensors without data.
 
     Attributes:
         source: Its source.
-        peak_bytes: The most that it held at once of what it allocated, once it has run.
+        peak_bytes: The most that it held at once of what it allocated.
     """
 
-    def __init__(self, source: str, device: str) -> None:
-        self.source, self.peak_bytes, self._bytes, self._device = source, 0, 0, device
-        nothing = SimpleNamespace(run=lambda *_, **__: None)
-        scope: dict[str, Any] = {"__name__": "emitted"}
-        kernels = mock.Mock(**{"return_value.triton.return_value": nothing})
-        with mock.patch("torch._inductor.async_compile.AsyncCompile", kernels):
-            exec(compile(_IMPORTS.sub("", source), "<emitted>", "exec"), scope)
-        cuda = SimpleNamespace(_DeviceGuard=lambda _: contextlib.nullcontext(), set_device=lambda _: None)
-        scope |= {
-            "torch": SimpleNamespace(**{**vars(torch), "cuda": cuda}),
-            "assert_size_stride": lambda *_: None,
-            "copy_if_misaligned": lambda tensor: tensor,
-            "reinterpret_tensor": torch.as_strided,
-            "empty_strided_cuda": self._empty,
-            "get_raw_stream": lambda _: 0,
-        }
-        self._call = scope["call"]
+    def __init__(self) -> None:
+        self.source, self.peak_bytes, self._bytes = "", 0, 0
 
-    def run(self, inputs: list[torch.Tensor]) -> Any:
-        """Runs it."""
-        return self._call(inputs)
-
-    def _empty(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        made = torch.empty_strided(size, stride, dtype=dtype, device=self._device)
+    def empty(self, device: str, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Allocate."""
+        made = torch.empty_strided(size, stride, dtype=dtype, device=device)
         taken = -(-made.untyped_storage().nbytes() // 512) * 512
         self._bytes += taken
         self.peak_bytes = max(self.peak_bytes, self._bytes)
@@ -131,18 +107,12 @@ def emitted_for(device: Device, rows: int = 1024, width: int = 256, inner: int =
         with mode:
             sizes = ((rows, width), (width, inner), (inner, width))
             inputs = [torch.empty(*size, device="cuda:0") for size in sizes]
-        graph = compiling.retrace(step, inputs, mode)
-        found: list[str] = []
-
-        def keep(source: str, _constants: Any) -> Any:
-            found.append(source)
-            return list
-
-        with mock.patch.object(compiling, "_dry_program", keep):
-            compiling.emitted(graph, inputs, mode, backward=False, fusion="anywhere", options={})
-        program = Program(found[-1], "cuda:0")
+        graph, program = compiling.retrace(step, inputs, mode), Program()
+        with mock.patch.object(compiling, "_empty", program.empty):
+            found = compiling.emitted(graph, inputs, mode, backward=False, fusion="anywhere", options={})
+        program.source = found.source
         with mode:
-            program.run(inputs)
+            found.run(inputs)
     return program
 
 

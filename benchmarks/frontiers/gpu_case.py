@@ -1,5 +1,6 @@
 """A model in a precision, run in many ways: how much memory each takes, how long, and whether it is right."""
 
+import contextlib
 import gc
 import sys
 import threading
@@ -16,6 +17,7 @@ import planner
 from benchmarks.frontiers.gpu_models import CASES, Inputs
 from benchmarks.frontiers.gpu_results import Row
 from benchmarks.frontiers.gpu_ways import arithmetic, checkpointed, compiled
+from benchmarks.frontiers.stand_in_recorder import stand_in
 from planner.allocator.recorded import RecordedRun, SnapshotError, recorded_run, replay
 from planner.allocator.settings import AllocatorSettings
 from planner.planfile.schema import BackendName, WholeStep
@@ -25,6 +27,8 @@ from planner.verification.measure import measure_peak, measure_seconds
 from planner.verification.verify import Report
 
 AS_CHECKPOINT = "plan as checkpoint"
+COMPILED_CHECKPOINT = "compile, checkpoint per block"
+AS_COMPILED = "inductor as compiled checkpoint"
 IN_A_ROW = 5
 """Steps on a GPU between two waits for it, as in a loop that does not look at the loss of each."""
 
@@ -56,6 +60,7 @@ class Bench:
 
     def run(self, name: str, precision: str, ways: Sequence[str]) -> None:
         """Some ways of one model in one precision."""
+        ways = [way for way in ways if not self._has(name, precision, way)]
         if not ways:
             return
         if time.monotonic() > self.deadline:
@@ -99,6 +104,11 @@ class Bench:
                 self.rows[names.index(name)] = self.rows[names.index(name)].with_times(row)
             self.changed(self, "")
 
+    def _has(self, name: str, precision: str, way: str) -> bool:
+        """Whether all that is measured of a way is in its row: it was run before the others."""
+        rows = [r for r in self.rows if (r.model, r.precision, r.way) == (name, precision, way)]
+        return bool(rows) and (bool(rows[0].problem) or not self.times or rows[0].seconds is not None)
+
     def _leave_out(self, name: str, precision: str, ways: Sequence[str]) -> None:
         self.left_out += [f"{name} {precision} {way}" for way in ways]
         self.changed(self, "")
@@ -115,6 +125,7 @@ class _CaseRun:
     inputs: Inputs
     unplanned: Row | None = None
     checkpoint_bytes: int | None = None
+    compiled_bytes: int | None = None
     plan: planner.Plan | None = None
 
     def __post_init__(self) -> None:
@@ -128,19 +139,29 @@ class _CaseRun:
             self.unplanned = self._measured(way, self._step(self.model))
             self.unplanned = self._with_an_arena(self.unplanned)
             return self.unplanned
-        if way == AS_CHECKPOINT:
-            return self._planned(way, None, "eager")
-        if way.startswith("plan "):
-            return self._planned(way, way.removeprefix("plan "), "eager")
-        if way.startswith("inductor "):
-            return self._planned(way, way.removeprefix("inductor "), "inductor")
+        kind, _, budget = way.partition(" ")
+        if way in (AS_CHECKPOINT, AS_COMPILED):
+            return self._planned(way, None, "inductor" if way == AS_COMPILED else "eager")
+        if kind in _PLANNED:
+            return self._planned(way, budget, **_PLANNED[kind])
+        if kind == "offload":
+            return self._planned(way, budget, "eager", offload="disk" if self._on_cpu else "host")
         if way == "checkpoint per block":
             with checkpointed(self.model, CASES[self.name].blocks):
                 row = self._measured(way, self._step(self.model))
             self.checkpoint_bytes = row.measured_bytes
             return row
-        with compiled(self.model, 0.5) as module:
+        if way == COMPILED_CHECKPOINT:
+            with checkpointed(self.model, CASES[self.name].blocks), compiled(self.model) as module:
+                row = self._measured(way, self._step(module))
+            self.compiled_bytes = row.measured_bytes
+            return row
+        with compiled(self.model, None if way == "compile" else 0.5) as module:
             return self._measured(way, self._step(module))
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.bench.device.type == "cpu"
 
     def clear(self) -> None:
         """No gradients, no cached blocks, and no workspaces of cuBLAS, which can lie anywhere among them."""
@@ -150,19 +171,19 @@ class _CaseRun:
             torch._C._cuda_clearCublasWorkspaces()
         _empty(self.bench.device)
 
-    def _as_checkpoint(self) -> str:
+    def _as_checkpoint(self, peak_bytes: int | None) -> str:
         """The budget that allows what the checkpoints around every block take."""
-        if self.checkpoint_bytes is None:
+        if peak_bytes is None:
             raise RuntimeError("no checkpoints ran before")
         args, kwargs = self.inputs
         with self._autocast():
             plan = self.plan or planner.plan(self.model, args, kwargs, budget="100%", costs="roofline")
-        return budget_of_peak(plan, self.checkpoint_bytes)
+        return budget_of_peak(plan, peak_bytes)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.bench.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
-    def _step(self, module: nn.Module) -> Callable[[], Any]:
+    def _step(self, module: nn.Module, *, dropped: bool = False) -> Callable[[], Any]:
         args, kwargs = self.inputs
 
         def step() -> Any:
@@ -170,6 +191,10 @@ class _CaseRun:
                 output = module(*args, **kwargs)
             loss = find_loss(output)
             assert loss is not None
+            if dropped:
+                del output
+                loss.backward()
+                return loss
             loss.backward()
             return output  # which users hold while backward runs
 
@@ -179,7 +204,7 @@ class _CaseRun:
         plans = self.bench.plans
         return None if plans is None else plan_file(plans, self.name, self.precision, way)
 
-    def _planned(self, way: str, budget: str | None, backend: BackendName) -> Row:
+    def _planned(self, way: str, budget: str | None, backend: BackendName, **more: Any) -> Row:
         """A plan's row; without a budget the plan may take what the checkpoints do."""
         args, kwargs = self.inputs
         file = self._file(way)
@@ -188,8 +213,10 @@ class _CaseRun:
         if file is not None and file.exists():
             plan = planner.Plan.load(file)
         else:
-            budget = budget or self._as_checkpoint()
-            asked: PlanKeywords = {"costs": self.bench.costs, "backend": backend}
+            budget = budget or self._as_checkpoint(
+                self.compiled_bytes if way == AS_COMPILED else self.checkpoint_bytes
+            )
+            asked: PlanKeywords = {"costs": self.bench.costs, "backend": backend, "unproven": True, **more}
             asked["time_limit"] = 5 if self.bench.small else 20
             with self._autocast():
                 plan = planner.plan(self.model, args, kwargs, budget=budget, **asked)
@@ -205,21 +232,34 @@ class _CaseRun:
             self.bench.add(self.unplanned)
         whole = plan.whole_step
         assert whole is not None
-        plan.apply(self.model)
+        step = self._step(self.model, dropped=plan.model.outputs == "dropped")
+        with stand_in() if backend == "cudagraphs" and self._on_cpu else contextlib.nullcontext():
+            return self._of_plan(way, plan, whole, step)
+
+    def _of_plan(self, way: str, plan: planner.Plan, whole: WholeStep, step: Callable[[], Any]) -> Row:
+        args, kwargs = self.inputs
+        predicted = Row(self.name, self.precision, way, predicted_reserved_bytes=_reserved(whole))
         try:
-            measured = self._measured(way, self._step(self.model))
+            plan.apply(self.model)
+            measured = self._measured(way, step)
             plan.apply(self.model, arena=False)
             measured = self._otherwise(measured)
+        except planner.PlannerError as error:  # what is predicted, and not run yet
+            return replace(predicted, problem=shortened(error))
         finally:
             planner.remove(self.model)
+        recorded_too = plan.target.backend == "cudagraphs"
         row = replace(
             measured,
-            predicted_bytes=plan.predicted.dynamic_peak_bytes,
+            # Recorded steps allocate nothing: it is their pool that is reserved.
+            predicted_bytes=None if recorded_too else plan.predicted.dynamic_peak_bytes,
             predicted_reserved_bytes=_reserved(whole),
             budget_bytes=plan.target.budget_bytes,
             predicted_overhead=plan.predicted.seconds / plan.baseline.seconds - 1,
         )
-        if measured.measured_bytes is not None:
+        if recorded_too and measured.reserved_bytes is not None:
+            row = replace(row, total_bytes=measured.reserved_bytes + whole.context_bytes)
+        elif measured.measured_bytes is not None:
             around = whole.total_bytes - whole.forward_backward_bytes
             row = replace(row, total_bytes=plan.resident.total + measured.measured_bytes + around)
         if not self.bench.memory:
@@ -232,7 +272,7 @@ class _CaseRun:
         except Exception as error:
             problems = [row.problem, f"not compared: {shortened(error)}"]
             return replace(row, problem="; ".join(filter(None, problems)))
-        right = report.ok if backend == "inductor" else is_right(report)
+        right = is_right(report) if plan.is_exact else report.ok
         found = "" if right else "; ".join(report.problems[:3])
         return replace(row, right=right, problem="; ".join(filter(None, [row.problem, found])))
 
@@ -308,6 +348,15 @@ class _CaseRun:
         if before is None or row.seconds is None:
             return row
         return replace(row, measured_overhead=row.seconds / before - 1)
+
+
+_PLANNED: dict[str, dict[str, Any]] = {
+    "plan": {"backend": "eager"},
+    "inductor": {"backend": "inductor"},
+    "recorded": {"backend": "cudagraphs"},
+    "split": {"backend": "auto", "split": "loss", "outputs": "dropped"},
+}
+"""What is asked for, by the first word of a way; its second is the budget."""
 
 
 def plan_file(plans: Path, name: str, precision: str, way: str) -> Path:

@@ -38,12 +38,12 @@ def checkpointed(model: nn.Module, blocks: tuple[str, ...]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compiled(model: nn.Module, budget: float) -> Iterator[nn.Module]:
-    """The model under torch.compile with a memory budget; eager kernels where there is no GPU."""
+def compiled(model: nn.Module, budget: float | None = None) -> Iterator[nn.Module]:
+    """The model under torch.compile, perhaps with a memory budget; eager kernels where there is no GPU."""
     import torch._functorch.config as config
 
     on_gpu = next(model.parameters()).device.type == "cuda"
     torch._dynamo.reset()
-    with config.patch(activation_memory_budget=budget):
+    with config.patch(activation_memory_budget=1.0 if budget is None else budget):
         yield torch.compile(model, backend="inductor" if on_gpu else "aot_eager_decomp_partition")  # type: ignore[misc]
     torch._dynamo.reset()

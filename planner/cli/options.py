@@ -105,6 +105,7 @@ class Backend(StrEnum):
     replay = "replay"
     auto = "auto"
     inductor = "inductor"
+    cudagraphs = "cudagraphs"
 
 
 class Encodings(StrEnum):
@@ -169,7 +170,8 @@ BackendName = Annotated[
     typer.Option(
         "--backend",
         help="What runs the plan: graphs of eager's operators (graph, or eager), the module as it is with "
-        "operators that are replayed, auto for one of these, or the programs that Inductor makes of graphs.",
+        "operators that are replayed, auto for one of these, the programs that Inductor makes of graphs, or "
+        "graphs that are recorded as CUDA graphs.",
     ),
 ]
 SplitName = Annotated[
@@ -209,6 +211,9 @@ ParallelName = Annotated[
         "behind commas, as fsdp2:8,param_dtype=bfloat16,reduce_dtype=float32,reshard_after_forward=false; "
         "no_sync=true: gradients of micro-batches are added up before they are reduced.",
     ),
+]
+Unproven = Annotated[
+    bool, typer.Option("--unproven", help="Allow what has never run on a GPU: inductor there, cudagraphs.")
 ]
 InFlight = Annotated[
     int | None,
@@ -251,6 +256,7 @@ class StepOptions:
     host_budget: HostBudget = None
     regions: Regions = None
     parallel: ParallelName = None
+    unproven: Unproven = False
 
     def keywords(self) -> "StepKeywords":
         """What to pass to :func:`planner.plan`, ``sweep`` or ``max_batch``."""

@@ -57,6 +57,10 @@ class Call:
         alive = (token() for token in self.tokens)
         return not self.done and any(token is not None and not token.begun for token in alive)
 
+    def is_held(self) -> bool:
+        """Whether autograd may still run a backward of it."""
+        return any(token() is not None for token in self.tokens)
+
 
 class Calls:
     """The calls of one planned module.

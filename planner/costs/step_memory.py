@@ -32,6 +32,9 @@ class StepMemoryModel:
             a program makes them.
         reduced_bytes: Bytes of this rank's shards of gradients in the optimizer's step; before that these
             gradients are whole (``resident.unreduced_bytes``).
+        recorded_bytes: Where forward and backward are recorded graphs: what these read and write beside the
+            step's own. Their pool, as large as the step's peak, stays theirs in the optimizer's step. None
+            where nothing is recorded.
     """
 
     device: Device
@@ -39,6 +42,7 @@ class StepMemoryModel:
     optimizer: OptimizerStep
     tensors: tuple[int, ...] = ()
     reduced_bytes: int = 0
+    recorded_bytes: int | None = None
 
     def whole_step(
         self,
@@ -57,14 +61,17 @@ class StepMemoryModel:
                 leaves it out.
             arena: Whether segments are reserved for it beforehand.
         """
+        recorded = self.recorded_bytes or 0
         forward_backward = self.resident.total + dynamic_peak_bytes
         resident = self.resident.total - self.resident.unreduced_bytes + self.reduced_bytes
+        if self.recorded_bytes is not None:
+            final_bytes, arena = max(final_bytes, dynamic_peak_bytes), False
         update = resident + final_bytes + self.optimizer.transient_bytes
         allocated = max(forward_backward, update)
         fragmentation, without, expandable = 0, None, None
         made = Arena()
         if allocations is not None and self.device.kind == "cuda":
-            used = allocated + self.device.library_bytes
+            used = allocated + self.device.library_bytes + recorded
             loop = self.loop(allocations)
             made = arena_of(loop) if arena else made
             reserved = reservation(loop).reserved_bytes
@@ -75,6 +82,7 @@ class StepMemoryModel:
             forward_backward_bytes=forward_backward,
             optimizer_step_bytes=update,
             allocated_bytes=allocated,
+            recorded_bytes=recorded,
             library_bytes=self.device.library_bytes,
             fragmentation_bytes=fragmentation,
             expandable_fragmentation_bytes=expandable,
@@ -87,7 +95,7 @@ class StepMemoryModel:
         """The training loop whose forward and backward make these allocations."""
         workspace = -(-self.device.library_bytes // CUBLAS_THREADS)
         return TrainingLoop(
-            resident=self.tensors,
+            resident=(*self.tensors, self.recorded_bytes) if self.recorded_bytes else self.tensors,
             step=allocations,
             libraries=(workspace,) * CUBLAS_THREADS,
             making=self.optimizer.making,
@@ -103,7 +111,10 @@ class StepMemoryModel:
 
         The allocator is taken to reserve no more than is allocated.
         """
-        return max(budget_bytes - self.around(self.resident.total), 0)
+        beside = 0
+        if self.recorded_bytes is not None:
+            beside = self.recorded_bytes + self.optimizer.transient_bytes
+        return max(budget_bytes - self.around(self.resident.total) - beside, 0)
 
     def around(self, allocated: int) -> int:
         """The device memory of a step that allocates so much, if the allocator reserves no more."""

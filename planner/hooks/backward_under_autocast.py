@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 from planner._torch.autocast_state import autocast_regions, casts, has_rule
 from planner.compiled.graph_hook import GraphHook, HookContext
 from planner.graph.trace import TracedGraph
+from planner.planfile.schema import BY_OPERATORS
 
 
 class BackwardUnderAutocast(GraphHook):
@@ -60,4 +61,4 @@ def _type(node: Node) -> Any:
 
 def hook(context: HookContext) -> GraphHook:
     """For every graph but Inductor's: a compiled backward is not cast without a plan either."""
-    return BackwardUnderAutocast(context.warn) if context.plan.target.backend == "eager" else GraphHook()
+    return BackwardUnderAutocast(context.warn) if context.plan.target.backend in BY_OPERATORS else GraphHook()

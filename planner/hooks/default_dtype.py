@@ -13,6 +13,7 @@ from planner._torch.execution.settings import default_dtype
 from planner._torch.joint import aot
 from planner.compiled.graph_hook import GraphHook, HookContext
 from planner.graph.trace import TracedGraph
+from planner.planfile.schema import BY_OPERATORS
 
 
 class DefaultDtype(GraphHook):
@@ -40,5 +41,5 @@ class DefaultDtype(GraphHook):
 
 def hook(context: HookContext) -> GraphHook:
     """For every graph that recomputes anything, but Inductor's: its programs have types of their own."""
-    again = context.plan.recomputed_operations and context.plan.target.backend == "eager"
+    again = context.plan.recomputed_operations and context.plan.target.backend in BY_OPERATORS
     return DefaultDtype() if again else GraphHook()

@@ -9,11 +9,14 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, 
 if TYPE_CHECKING:
     import numpy as np
 
-BackendName = Literal["eager", "replay", "inductor"]
-"""What runs a plan: graphs, operator by operator; eager itself, of which operators are replayed; or the
-programs that Inductor makes of the graphs."""
+BackendName = Literal["eager", "replay", "inductor", "cudagraphs"]
+"""What runs a plan: graphs, operator by operator; eager itself, of which operators are replayed; the programs
+that Inductor makes of the graphs; or graphs operator by operator, recorded as CUDA graphs."""
 
-BackendChoice = Literal["auto", "graph", "eager", "replay", "inductor"]
+BY_OPERATORS = ("eager", "cudagraphs")
+"""The backends that run a graph's operators as eager does."""
+
+BackendChoice = Literal["auto", "graph", "eager", "replay", "inductor", "cudagraphs"]
 """What can be asked for: "graph" and "eager" are the same; "auto" chooses between it and "replay"."""
 
 Offload = Literal["none", "disk", "host"]
@@ -114,6 +117,11 @@ class WholeStep(Record):
     )
     allocated_bytes: Count = Field(description="the larger of the two")
     library_bytes: Count = Field(description="workspaces that matrix libraries allocate once and keep")
+    recorded_bytes: Count = Field(
+        default=0,
+        description="with backend cudagraphs: copies of inputs, outputs and gradients that recorded graphs "
+        "read and write, and workspaces of libraries in their pool",
+    )
     fragmentation_bytes: Count = Field(
         description="what the caching allocator reserves beyond what is allocated and the libraries' "
         "workspaces: the step's allocations and frees, run through a simulation of it, with `arena` reserved "
@@ -135,21 +143,26 @@ class WholeStep(Record):
     host_bytes: Count = Field(default=0, description="results that are kept on the host, or the disk")
 
     @property
+    def used_bytes(self) -> int:
+        """What the allocator hands out."""
+        return self.allocated_bytes + self.library_bytes + self.recorded_bytes
+
+    @property
     def reserved_bytes(self) -> int:
         """What the allocator reserves, as ``torch.cuda.max_memory_reserved`` counts."""
-        return self.allocated_bytes + self.library_bytes + self.fragmentation_bytes
+        return self.used_bytes + self.fragmentation_bytes
 
     @property
     def unarranged_reserved_bytes(self) -> int | None:
         """What it reserves without an arena; None where there is none."""
         more = self.unarranged_fragmentation_bytes
-        return None if more is None else self.allocated_bytes + self.library_bytes + more
+        return None if more is None else self.used_bytes + more
 
     @property
     def expandable_reserved_bytes(self) -> int | None:
         """What it reserves with expandable segments; None where there is no such allocator."""
         more = self.expandable_fragmentation_bytes
-        return None if more is None else self.allocated_bytes + self.library_bytes + more
+        return None if more is None else self.used_bytes + more
 
     @property
     def total_bytes(self) -> int:
@@ -268,7 +281,8 @@ class Target(Record):
     backend: BackendName = Field(
         default="eager",
         description="what runs the graphs: eager's operators one by one, the programs that Inductor makes of "
-        "them; or replay: the module as it is, of which operators run again",
+        "them; replay: the module as it is, of which operators run again; or cudagraphs: eager's operators, "
+        "recorded",
     )
     backend_options: dict[Label, bool | int | float | Name] = Field(
         default={}, max_length=100, description="options of Inductor"

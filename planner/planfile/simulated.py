@@ -76,7 +76,7 @@ class SimulatedPlan:
         whole, resident = self.plan.whole_step, self.plan.resident.total
         if whole is None:
             return max(budget_bytes - resident, 0)
-        most = budget_bytes - whole.library_bytes - whole.context_bytes
+        most = budget_bytes - whole.library_bytes - whole.context_bytes - whole.recorded_bytes
         share = Fraction(whole.fragmentation_bytes, max(whole.allocated_bytes, 1))
         return max(int(most / (1 + share)) - resident, 0)
 

@@ -38,6 +38,29 @@ def check_offload(options: PlanOptions, device: Device) -> None:
         )
 
 
+def check_unproven(options: PlanOptions, device: Device) -> None:
+    """See that what has never run on a GPU is asked for on purpose.
+
+    Raises:
+        OptionError: It is not.
+    """
+    on_gpu = options.backend == "inductor" and device.kind == "cuda"
+    if not options.unproven and (on_gpu or options.backend == "cudagraphs"):
+        raise OptionError(
+            f"backend={options.backend!r} has not been run on a GPU yet: expected unproven=True for "
+            f"{device.name}; pass it and let planner.verify() compare, or plan with backend='eager'"
+        )
+    if on_gpu and (timed := [name for name in TIMED if options.backend_options.get(name)]):
+        raise OptionError(
+            f"backend_options= has {timed[0]!r}: expected none of {', '.join(TIMED)} on a GPU, where timing "
+            "would choose kernels whose memory a plan cannot know; leave it out"
+        )
+
+
+TIMED = ("max_autotune", "max_autotune_gemm", "combo_kernels", "benchmark_fusion", "triton.multi_kernel")
+"""Options of Inductor by which kernels are chosen by how long they take."""
+
+
 def check_backend(options: PlanOptions) -> None:
     """See that Inductor can be planned for with such options, before the long work.
 
@@ -75,6 +98,12 @@ def check_backend(options: PlanOptions) -> None:
         if options.backend_options:
             raise OptionError(
                 f"backend_options=: expected none with backend={options.backend!r}; they are Inductor's"
+            )
+        alone = [name for name in ("in_flight", "parallel", "regions") if getattr(options, name) is not None]
+        if options.backend == "cudagraphs" and alone:
+            raise OptionError(
+                f"{alone[0]}=: expected none with backend='cudagraphs': it records the one graph of a single "
+                "process; leave it out, or plan with backend='eager'"
             )
         if options.backend == "replay" and options.in_flight is not None:
             raise OptionError(

@@ -50,12 +50,12 @@ def emitted_model(prepared: Prepared, fusion: Fusion = "in-order") -> EmittedSte
     """What says what schedules of a step take under Inductor, with what is fused in their programs.
 
     Raises:
-        PlannerError: The step does not run on this machine's CPU, or needs data to be captured.
+        PlannerError: The step does not run on this machine, or needs data to be captured.
     """
-    if prepared.device.kind != "cpu" or prepared.meter is None:
+    if prepared.meter is None:
         raise PlannerError(
-            f"backend='inductor' plans for the CPU of this machine so far, not for {prepared.device.name}; "
-            "plan with backend='eager'"
+            "backend='inductor' plans for the CPU or the GPU of this machine so far, not for "
+            f"{prepared.device.name}; plan where it is, or with backend='eager'"
         )
     if prepared.captured.with_data:
         raise PlannerError(

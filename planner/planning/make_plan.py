@@ -56,6 +56,11 @@ IN_SINGLE_OPERATIONS = (
     "Inductor runs this plan: its peak is that of the programs that Inductor emits; seconds are those of "
     "single operations, and what Inductor fuses takes less"
 )
+UNPROVEN = (
+    "nobody has run such plans on a GPU yet: let planner.verify() compare a step, and leave room: the first "
+    "steps take more, as kernels are timed, or recorded, and what the allocator reserves between blocks is "
+    "that of a step that is neither, or does not count"
+)
 AS_WRITTEN = (
     "no schedule of the captured step was found that takes as little as the step without a plan: the module "
     "runs as written, and nothing is recomputed. Plan with backend='replay', which recomputes all the same"
@@ -151,6 +156,10 @@ def make_plan(
         )
     graphs = _graph_records(captured, problem, solution)
     fusion: Fusion = "in-order" if emitted is None else emitted[0].fusion
+    if prepared.options.unproven and (
+        prepared.options.backend == "cudagraphs" or (emitted is not None and prepared.device.kind == "cuda")
+    ):
+        notes.append(UNPROVEN)
     if emitted is not None:
         notes.append(IN_SINGLE_OPERATIONS)
         graphs = _with_digests(graphs, captured, emitted[0].digests)

@@ -62,6 +62,7 @@ class StepKeywords(TypedDict, total=False):
     host_budget: int | str | None
     regions: Regions
     parallel: Parallel
+    unproven: bool
 
 
 class SearchKeywords(TypedDict, total=False):
@@ -155,7 +156,9 @@ class PlanOptions:
             one, bit for bit as without a plan. "replay": the module as it is, of which operators run again
             as the backward asks for what the plan dropped; some ten microseconds more for each operator.
             "inductor": the programs that Inductor makes of the graphs, as under ``torch.compile``. The plan's
-            peak is then that of these programs. On the CPU only, for one shape at a time.
+            peak is then that of these programs, for one shape at a time; on a GPU it takes unproven=True.
+            "cudagraphs": as "graph", with forward and backward recorded as two CUDA graphs, so that Python
+            launches no kernels; draws are kept, not repeated. It takes unproven=True.
         backend_options: Options of Inductor, as ``torch.compile(options=)`` takes them.
         split: "loss" may compute what ends in the loss in pieces of rows, one after the other: logits and
             what the loss makes of them are then never there as a whole. It takes outputs="dropped", and few
@@ -178,6 +181,8 @@ class PlanOptions:
             ``planner.DDP(world_size=8)``, or their text, as "fsdp2:8". The prediction and the budget are then
             one rank's: its shards, gathered parameters, buffers of communication and sharded optimizer. What
             ``fully_shard`` shards are the regions, "auto" if none are named, and the rest with the root.
+        unproven: Whether to allow what has never run on a GPU: backend="inductor" there, and
+            backend="cudagraphs". Let :func:`planner.verify` compare such a plan before you train by it.
     """
 
     loss: Loss | None = None
@@ -204,6 +209,7 @@ class PlanOptions:
     checkpoints: Sequence[str] = ()
     regions: Regions = None
     parallel: Parallel = None
+    unproven: bool = False
 
     def without_timing(self) -> "PlanOptions":
         """The same, with nothing timed that was not asked for."""
@@ -267,6 +273,7 @@ def options_of(plan: PlanRecord) -> PlanOptions:
     if isinstance(plan.made_with, PlanOptions):
         return replace(plan.made_with, inputs=plan.target.inputs, backend=plan.target.backend)
     return PlanOptions(
+        unproven=True,  # whoever made the plan was told
         backend=plan.target.backend,
         backend_options=plan.target.backend_options,
         offload=plan.target.offload,
@@ -397,4 +404,5 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "split": lambda value: "" if value in get_args(SplitWhat) else f"one of {get_args(SplitWhat)}",
     "start": _at_least(1),
     "time_limit": _seconds,
+    "unproven": lambda value: "" if isinstance(value, bool) else "True or False",
 }

@@ -39,12 +39,13 @@ from planner.interrupts import at_stages, held_interrupts
 from planner.parallel.rank import Rank, gradients_there
 from planner.parallel.strategies import FSDP2, read_parallel, refuse_for_tensor_parallel
 from planner.planfile.fingerprint import state_digest
-from planner.planning.backends import check_backend, check_offload
+from planner.planfile.schema import BY_OPERATORS
+from planner.planning.backends import check_backend, check_offload, check_unproven
 from planner.planning.cost_source import check_costs, find_costs
 from planner.planning.options import PlanOptions
 from planner.planning.prepared import Prepared
 from planner.planning.runnable import refuse_what_cannot_run
-from planner.planning.throughout import bytes_throughout
+from planner.planning.throughout import bytes_throughout, recorded_bytes
 from planner.problem.build import Problem, build_problem
 from planner.problem.encodings import Packing
 from planner.problem.offload import find_kept_otherwise, name_handed_on
@@ -214,7 +215,7 @@ def _prepare(
         warn(unmeasured(meter))
     if where.here.type == "cuda":
         torch.cuda.empty_cache()  # blocks of other sizes than the step's, which it would split
-    footprint = _footprint(captured, model, step, options, where, update, rank)
+    footprint = _footprint(captured, problem, model, step, options, where, update, rank)
     return Prepared(
         model,
         step,
@@ -275,6 +276,7 @@ def _where(model: torch.nn.Module, step: Step, options: PlanOptions) -> _Where:
     at_hand = here.type in ("cpu", "cuda") and same_processor(target, find_device(None, here))
     check_costs(options.costs, here, target, at_hand=at_hand)
     check_offload(options, target)
+    check_unproven(options, target)
     if target.kind == "cuda" and here.type != "cuda":
         kernels = CudaKernels(target.capability or NEWEST, options.attention, target.cudnn)
         return _Where(here, target, at_hand, kernels)
@@ -326,7 +328,7 @@ def _note_and_warn(captured: CapturedStep, text: str) -> None:
 def _findings(captured: CapturedStep, model: torch.nn.Module, options: PlanOptions) -> Iterator[str]:
     """What users are told of a captured step."""
     replaying = options.backend == "replay"
-    if options.backend == "eager" and has_products(_joints(captured)):
+    if options.backend in BY_OPERATORS and has_products(_joints(captured)):
         yield PRODUCTS
     if isinstance(captured, ReplayedStep) and captured.otherwise_rounded:
         yield PRODUCTS_INSIDE
@@ -360,7 +362,7 @@ def _problem(
     problem = build_problem(captured, target, workspaces, source, copying=copying, in_flight=step.in_flight)
     as_traced = simulate(problem.graph, problem.graph.base_schedule).seconds
     slower = slower_by_writes(_joints(captured), as_traced, problem.eager.seconds)
-    if slower is not None and options.backend == "eager":
+    if slower is not None and options.backend in BY_OPERATORS:
         _note_and_warn(captured, slower)
     sends = options.offload != "none"
     return problem, find_kept_otherwise(captured, problem, target, meter, source, sends=sends)
@@ -389,6 +391,7 @@ def _optimizer_step(
 
 def _footprint(
     captured: CapturedStep,
+    problem: Problem,
     model: torch.nn.Module,
     step: Step,
     options: PlanOptions,
@@ -401,7 +404,10 @@ def _footprint(
     there = bytes_throughout(captured, rank, model, added_to, step.in_flight)
     reduced = 0 if rank is None else rank.reduced_bytes(model, added_to)
     target = where.target
-    return StepMemoryModel(target, there.resident(update, target), update, there.tensors(target), reduced)
+    resident, recorded = there.resident(update, target), None
+    if options.backend == "cudagraphs":
+        recorded = recorded_bytes(captured, problem, resident, target, dropped=step.outputs == "dropped")
+    return StepMemoryModel(target, resident, update, there.tensors(target), reduced, recorded)
 
 
 def _rank(model: torch.nn.Module, options: PlanOptions) -> tuple[Rank | None, list[str]]:

@@ -71,17 +71,22 @@ class Prepared:
         """Where the step will run."""
         return self.footprint.device
 
+    @property
+    def _unrecorded(self) -> StepMemoryModel:
+        """The memory around the unplanned step."""
+        return replace(self.footprint, recorded_bytes=None)
+
     @cached_property
     def baseline_whole_step(self) -> WholeStep:
         """The unplanned step with the optimizer's own."""
         eager = self.problem.eager
-        return self.footprint.whole_step(eager.peak_bytes, eager.final_bytes, eager.allocations)
+        return self._unrecorded.whole_step(eager.peak_bytes, eager.final_bytes, eager.allocations)
 
     @cached_property
     def reserving_whole_step(self) -> WholeStep:
         """The unplanned step with segments reserved for it beforehand."""
         eager = self.problem.eager
-        return self.footprint.whole_step(eager.peak_bytes, eager.final_bytes, eager.allocations, arena=True)
+        return self._unrecorded.whole_step(eager.peak_bytes, eager.final_bytes, eager.allocations, arena=True)
 
     def whole_step(self, schedule: Schedule) -> WholeStep:
         """The step by a schedule, with the optimizer's own."""
@@ -101,7 +106,7 @@ class Prepared:
             self.model, self.step, change, cuda=self.cuda, accumulate=options.accumulate, rank=self.rank
         )
         line = eager_timeline(recording, self.device, self.meter, self.costs)
-        return line, self.footprint.whole_step(line.peak_bytes, line.final_bytes, line.allocations)
+        return line, self._unrecorded.whole_step(line.peak_bytes, line.final_bytes, line.allocations)
 
     def budget(self, value: int | str) -> Budget:
         """Read a budget; percentages are of the unplanned step's allocated bytes, and bound allocated bytes.

@@ -25,6 +25,7 @@ from planner.planning.prepared import Prepared
 from planner.planning.solve_for import solve_for
 from planner.planning.split import Forms, split_hint
 from planner.planning.within_budget import within_budget
+from planner.problem.build import Problem
 from planner.problem.encodings import PackedProblem
 from planner.problem.selection import select
 from planner.progress import Progress, no_report, part_of
@@ -109,7 +110,7 @@ def _bound(prepared: Prepared, wanted: Budget) -> float:
         return prepared.problem.graph.base_seconds
     room = room_bytes(wanted, prepared)
     assert room is not None
-    offer = offered(prepared, _constraints(prepared, prepared.problem.graph))
+    offer = offered(prepared, _constraints(prepared, prepared.problem))
     graphs = [prepared.problem.graph] if offer is None else [prepared.problem.graph, offer.problem.graph]
     return min(first_bound(graph, room, prepared.options.time_limit).seconds for graph in graphs)
 
@@ -125,7 +126,7 @@ def _planned(
     options, graph = prepared.options, prepared.problem.graph
     report(f"solving ({options.solver})", 0.0)
     room = room_bytes(wanted, prepared)
-    constraints = _constraints(prepared, graph)
+    constraints = _constraints(prepared, prepared.problem)
     if options.backend == "inductor":
         return _planned_for_inductor(prepared, wanted, room, constraints, report)
 
@@ -243,7 +244,7 @@ def _solved(
         share: float = 0.5,
     ) -> Solved:
         masks = offer.problem.graph
-        given = _constraints(prepared, masks)
+        given = _constraints(prepared, offer.problem)
         total, limit = total_bytes(prepared, offer), share * options.time_limit
         again = undercutting(partial(solve, masks, given, progress), total, rival)
         solution = again(room, limit)
@@ -318,14 +319,16 @@ def _planned_for_inductor(
     return made
 
 
-def _constraints(prepared: Prepared, graph: Graph) -> Constraints:
+def _constraints(prepared: Prepared, problem: Problem) -> Constraints:
     options = prepared.options
     return select(
-        graph,
+        problem.graph,
         keep=options.keep,
         recompute=options.recompute,
         checkpoints=options.checkpoints,
         modules=named_parts(prepared.model),
+        # A recording cannot go back to the state of the generator that a draw saw.
+        also_kept=problem.drawn(prepared.captured) if options.backend == "cudagraphs" else (),
     )
 
 

@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.fx import Node
 
+from planner._torch import fake
 from planner.capture.captured_step import CapturedStep
 from planner.costs.devices import Device, round_bytes
 from planner.costs.optimizer_step import OptimizerStep
 from planner.parallel.rank import Rank
 from planner.planfile.plan import Resident
+from planner.problem.build import Problem
 from planner.training_step.step import unique_storages
 
 
@@ -79,3 +82,30 @@ def bytes_throughout(
         rank.gradient_bytes(model, added_to),
         inputs,
     )
+
+
+def recorded_bytes(
+    captured: CapturedStep, problem: Problem, resident: Resident, device: Device, *, dropped: bool
+) -> int:
+    """What recorded graphs read and write at fixed addresses, beside a step's own tensors.
+
+    Args:
+        captured, problem: The step.
+        resident: What is there throughout; where gradients are, recorded ones are handed out as copies.
+        device: Where the step runs.
+        dropped: Whether the step drops its outputs: recorded ones stay.
+    """
+    graphs = [graph.joint for graph in captured.graphs if graph.joint is not None]
+    outputs = [
+        round_bytes(device, fake.storage_bytes(node.meta["val"]))
+        for joint in graphs
+        for node in dict.fromkeys(joint.outputs[0])
+        if isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+    ]
+    # The copy that is handed out, and that of the gradient which arrives. Between graphs: the copy which the
+    # next one reads, and that of the gradient which it returns.
+    copies = 2 + dropped + 2 * (len(graphs) > 1)
+    # Each graph has a pool, and the largest is no larger than the step's peak.
+    pools = sorted(problem.peaks_by_graph().values())
+    inputs = len(graphs) * resident.input_bytes
+    return inputs + copies * sum(outputs) + sum(pools[:-1]) + resident.gradient_bytes + device.library_bytes

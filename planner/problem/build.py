@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -25,6 +26,7 @@ from planner.graph.dying_operands import writing
 from planner.graph.in_place import operator_in_place
 from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.overwritten import copy_bytes
+from planner.graph.replay.rng import RandomNumbers
 from planner.heap import made_to_stay
 from planner.lowering.partition import no_recomputation
 from planner.problem.in_flight import unplanned_with_others, with_others
@@ -35,6 +37,7 @@ from planner.training_step.recorder import Event
 from solvers.model.arrays import Schedule
 from solvers.model.graph import GLUE_REGION, Graph, Op, Phase, Value
 from solvers.model.indices import BaseOp, Region, RowId, ValueId, base_op, numbered
+from solvers.model.schedule import lifetimes
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,31 @@ class Problem:
                 again = executions.get(instance, [])[joint.forward_length :]
                 sequences[-1].append(again or no_recomputation(joint))
         return sequences
+
+    def peaks_by_graph(self) -> dict[int, int]:
+        """The most bytes of each captured graph's own values that live at once, if nothing is recomputed."""
+        graph, lives = self.graph, lifetimes(self.graph, self.graph.base_schedule)
+        sizes = np.array([value.bytes for value in graph.values], dtype=np.int64)[lives.value]
+        of = np.array([source.graph for source in self.sources])[graph.producer[lives.value]]
+        peaks = {}
+        for number in sorted({*of.tolist()} - {-1}):
+            own = of == number
+            change = np.zeros(graph.base_length + 1, dtype=np.int64)
+            np.add.at(change, lives.start[own], sizes[own])
+            np.subtract.at(change, lives.end[own] + 1, sizes[own])
+            peaks[number] = int(np.cumsum(change).max())
+        return peaks
+
+    def drawn(self, captured: CapturedStep) -> list[ValueId]:
+        """The values that operations of the forward's graphs draw, or may."""
+        joints = [graph.joint for graph in captured.graphs]
+        return [
+            value
+            for row, source in numbered(BaseOp, self.sources)
+            if source.graph >= 0 and (joint := joints[source.graph]) is not None
+            if isinstance(joint.ops[source.op].rule, RandomNumbers)
+            for value in self.graph.ops[row].outputs
+        ]
 
 
 @made_to_stay()

@@ -198,7 +198,7 @@ class _Composed:
             if event.call is not None:
                 of, memory = recording.calls[event.call], memories[event.call]
                 again = of.func in PLAIN
-                workspace = memory.workspace_bytes + again * generator_state_bytes("cpu")
+                workspace = memory.workspace_bytes + again * generator_state_bytes(self._model.device.kind)
                 sizes = real_sizes(of, memory, [recording.storages[s].bytes for s in event.allocates])
                 for storage, size in zip(event.allocates, sizes, strict=True):
                     known[storage] = self._new(round_bytes(self._model.device, size), start + step)

@@ -30,6 +30,7 @@ def select(
     recompute: Sequence[str] = (),
     checkpoints: Sequence[str] = (),
     modules: Collection[str] = (),
+    also_kept: Sequence[ValueId] = (),
 ) -> Constraints:
     """Constraints on the values of a graph.
 
@@ -42,12 +43,14 @@ def select(
         checkpoints: The last result of every matching module is always kept. If nested modules match, as
             "layers.*" matches layers.0 and layers.0.linear, the outermost counts.
         modules: The names of all of the model's modules, for messages.
+        also_kept: Values that are kept beside.
 
     Raises:
         SelectionError: A pattern matches nothing, or a value is to be kept and recomputed, or kept and
             overwritten.
     """
     kept = [v for op in _matching(graph, keep, "keep", modules) for v in _results(graph.ops[op])]
+    kept += also_kept
     for pattern in [checkpoints] if isinstance(checkpoints, str) else checkpoints:
         matching = _matching(graph, [pattern], "checkpoints", modules)
         last = {_matched(graph.ops[i], pattern): i for i in sorted(matching)}

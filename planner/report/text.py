@@ -157,9 +157,11 @@ def _on_the_device(plan: PlanRecord) -> list[tuple[str, str, str, str]]:
         ("  reserved", before.reserved_bytes, now.reserved_bytes),
         ("  with the context", before.total_bytes, now.total_bytes),
     ]
+    if now.recorded_bytes:
+        rows.insert(1, ("  of recorded graphs, beside", 0, now.recorded_bytes))
     unplanned, planned = before.expandable_reserved_bytes, now.expandable_reserved_bytes
     if unplanned is not None and planned is not None:
-        rows.insert(2, ("  reserved, expandable segments", unplanned, planned))
+        rows.insert(-1, ("  reserved, expandable segments", unplanned, planned))
     if now.arena and now.unarranged_reserved_bytes is not None:
         rows.insert(
             2, ("  reserved, without the arena", before.reserved_bytes, now.unarranged_reserved_bytes)

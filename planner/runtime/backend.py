@@ -37,13 +37,14 @@ from planner.hooks import hooks_for
 from planner.hooks.undefined_gradients import UndefinedGradients
 from planner.hooks.unused_outputs import UnusedOutputs
 from planner.lowering.lowerings import Lowering, chosen_lowering
-from planner.lowering.partition import no_recomputation
+from planner.lowering.partition import no_recomputation, user_outputs
 from planner.planfile.plan import GraphRecord, PlanRecord
 from planner.runtime.executions import Alike, Executions, alike
 from planner.runtime.first_forward import Path
 from planner.runtime.forward_only import warns_if_differentiated
 from planner.runtime.own_errors import unplanned
 from planner.runtime.read_again import ReadAgain
+from planner.runtime.recorded import RecordedGraph, Recordings
 from planner.runtime.remap import (
     among_sizes,
     fits_whole,
@@ -74,6 +75,7 @@ class PlanBackend:
         calls: The calls of the module.
         on_capture: Called with the module for every graph that is captured.
         host: Where results are kept that the plan sends; None where it sends none.
+        recordings: Has the graph run as it was recorded; None where operators are called one by one.
     """
 
     def __init__(
@@ -85,9 +87,11 @@ class PlanBackend:
         calls: Calls,
         on_capture: Callable[[torch.nn.Module], None],
         host: HostPlace | None = None,
+        recordings: Recordings | None = None,
     ) -> None:
         self._model, self._plan, self._warned_of_shapes, self._path = model, plan, warned_of_shapes, path
         self._calls, self._on_capture, self._host = calls, on_capture, host
+        self._recordings = recordings
         self._captured: Counter[str] = Counter()  # how many graphs of each structure
         self._autocast: list[str] = []
         self._alike: dict[str, Alike] = {}
@@ -278,13 +282,26 @@ class PlanBackend:
             )
             return halves.forward, halves.backward
 
+        recorded: RecordedGraph | None = None
+
+        def lowered_forward(module: GraphModule) -> aot.BoxedFunction:
+            nonlocal recorded
+            function = lower(module, "forward")
+            if self._recordings is not None and user_outputs(module) is not None:
+                recorded = self._recordings.graph(followed if exact else None, example_inputs)
+            return function if recorded is None else recorded.forward(module, function)
+
+        def lowered_backward(module: GraphModule) -> aot.BoxedFunction:
+            function = lower(module, "backward")
+            return function if recorded is None else recorded.backward(module, function)
+
         def compile_backward(module: GraphModule) -> aot.BoxedFunction:
             function = backward.compile(module)
             for hook in hooks:
                 function = hook.backward(function)
             return function
 
-        backward = UndefinedGradients(lambda module: lower(module, "backward"))
+        backward = UndefinedGradients(lowered_backward)
         read_again = ReadAgain(self._plan, graph, example_inputs, self._host)
         unused = spec.unused_outputs
         context = HookContext(graph, self._plan, unused, self._autocast, self._calls, warn)
@@ -296,7 +313,7 @@ class PlanBackend:
             spec,
             JOINT_PASSES,
             partition=partition,
-            compile_forward=lambda module: lower(module, "forward"),
+            compile_forward=lowered_forward,
             compile_backward=compile_backward,
             autocast=AutocastContext.here(),
         )

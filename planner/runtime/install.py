@@ -28,12 +28,14 @@ from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING, unplanned_c
 from planner.module_parts import named_parts
 from planner.planfile.fingerprint import class_name, same_class, state_digest
 from planner.planfile.plan import PlanRecord
+from planner.planfile.schema import BY_OPERATORS
 from planner.planning.backends import check_options_of_file
 from planner.runtime.backend import PlanBackend
 from planner.runtime.first_forward import CapturedAgain, OtherPaths, Path
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.runtime.own_errors import unplanned
 from planner.runtime.plan_call import PlanCall
+from planner.runtime.recorded import Recordings
 from planner.runtime.replayed import ReplayedCall
 from planner.runtime.shapes.policy import NewShapes, OnNewShape, checked
 from planner.runtime.unplanned import COMPILED_BEFORE
@@ -215,7 +217,10 @@ class PlannedCall(PlanCall):
         self._regions = RunningRegions(plan.model.regions, self.unplanned.region_in_checkpoint)
         host = None if plan.target.offload == "none" else HostPlace(self.offload_folder)
         forward = id(_own_forward(model))
-        compile_ = partial(_compiled, weakref.ref(model), forward, self._calls, self._regions, host)
+        found = weakref.ref(model)
+        recorded = plan.target.backend == "cudagraphs"
+        self._recordings = Recordings(plan, found, self._calls, warn) if recorded else None
+        compile_ = partial(_compiled, found, forward, self._calls, self._regions, host, self._recordings)
         self._shapes = NewShapes(model, plan, self.on_new_shape, compile_, self.loss)
         self._warned_of_casts = False
         self._definitions: Definitions | None = None  # at the first planned step
@@ -224,6 +229,8 @@ class PlannedCall(PlanCall):
     def retire(self) -> None:
         super().retire()
         self._regions.take_out(self._model)
+        if self._recordings is not None:
+            self._recordings.forget()
 
     def put_back_in(self) -> None:
         """Install it again, with its regions and for calls of all kinds, after a snapshot was put back."""
@@ -274,7 +281,7 @@ class PlannedCall(PlanCall):
         program = self._program(args, kwargs, run_forward)
         if program is run_forward:
             return program(self._model, args, kwargs)
-        parts = parts_run_uncompiled() if self.plan.target.backend == "eager" else nullcontext()
+        parts = parts_run_uncompiled() if self.plan.target.backend in BY_OPERATORS else nullcontext()
         with blocks_run_as_written(), parts:
             output = program(self._model, args, kwargs)
         self._end(args, kwargs)
@@ -292,6 +299,7 @@ def _compiled(
     calls: Calls,
     regions: RunningRegions,
     host: HostPlace | None,
+    recordings: Recordings | None,
     plan: PlanRecord,
     warned_of_shapes: Callable[[], bool],
     other_paths: OtherPaths,
@@ -308,7 +316,8 @@ def _compiled(
             Path(plan, captured_again=once_more, others=other_paths, replaced=replaced) for _ in range(2)
         ]
         backends = [
-            PlanBackend(model, plan, warned_of_shapes, path, calls, _captured, host) for path in paths
+            PlanBackend(model, plan, warned_of_shapes, path, calls, _captured, host, recordings)
+            for path in paths
         ]
         compiled, in_regions = (
             dynamo.dynamo_compile_shapes(

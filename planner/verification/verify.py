@@ -258,7 +258,7 @@ def _report(
         budget = None  # the budget is for one rank, and this process holds the whole model
     around = 0  # libraries, fragmentation and context, which are not there on the CPU
     if whole is not None and device.type == "cuda":
-        around = whole.library_bytes + whole.fragmentation_bytes + whole.context_bytes
+        around = whole.total_bytes - whole.allocated_bytes
     if budget is not None and measured_total + around > budget:
         over = measured_total + around - budget
         problems.append(f"the measured peak of {measured_total:,} bytes is {over:,} over the budget")

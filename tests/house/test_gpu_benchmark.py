@@ -23,6 +23,7 @@ from planner.verification.verify import Report
 def test_side_by_side_memory_comes_first_and_times_are_of_the_same_plans(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--small", "--repeats", "1", "--budgets", "60%", "--no-calibrate"]
     arguments += ["--peers", "checkpoint per block", "--inductor", "--jobs", "2", "--out", str(tmp_path)]
+    arguments += ["--first"]
     arguments += ["--plans", str(tmp_path / "plans")]
     found = gpu.main([*arguments, "--models", "gpt2", "--precisions", "bf16"])
     ways = {row["way"]: Row(**row) for row in found["rows"]}
@@ -92,7 +93,7 @@ def run_patched(
 
 
 def quick_plan(model: torch.nn.Module, *args: Any, budget: str, **kwargs: Any) -> planner.Plan:
-    key = (budget, kwargs["backend"])
+    key = (budget, kwargs["backend"] + kwargs.get("offload", ""))
     if key not in _PLANS:
         _PLANS[key] = planner.api.plan(model, *args, **{**kwargs, "budget": budget, "costs": "roofline"})
     return _PLANS[key]
@@ -115,7 +116,8 @@ class Loss(torch.nn.Module):
 def test_what_is_not_begun_in_time_is_left_out(tmp_path: Path) -> None:
     found = gpu.main(["--device", "cpu", "--small", "--seconds", "0", "--out", str(tmp_path)])
     ways = 2 + len(gpu.BUDGETS) + len(gpu.PEERS) + len(gpu.INDUCTOR)
-    assert len(found["left_out"]) == len(CASES) * len(gpu.PRECISIONS) * ways
+    first = len(gpu.FIRST) * len(gpu.FIRST_MODELS)
+    assert len(found["left_out"]) == len(CASES) * len(gpu.PRECISIONS) * ways + first
     assert "Left out" in next(tmp_path.glob("*.md")).read_text()
 
 
@@ -207,6 +209,19 @@ def test_a_plan_that_inductor_runs_is_a_row(tmp_path: Path, monkeypatch: pytest.
     assert not fused["problem"]
     assert fused["measured_bytes"] > 0
     assert fused["measured_overhead"] == pytest.approx(fused["seconds"] / unplanned["seconds"] - 1)
+
+
+@pytest.mark.heavy
+def test_what_is_new_runs_first_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = ("unplanned", "compile", gpu_case.COMPILED_CHECKPOINT, "recorded 300%", "offload 300%")
+    monkeypatch.setattr(gpu, "FIRST", ways)
+    monkeypatch.setattr(gpu, "FIRST_MODELS", ("resnet-50",))
+    found = run_patched(tmp_path, monkeypatch, "--budgets", "--first", *ways)
+    rows = [Row(**row) for row in found["rows"]]
+    assert [row.way for row in rows] == [*ways]
+    assert not any(row.problem for row in rows)
+    assert all(row.seconds for row in rows)
+    assert [row.right for row in rows] == [None, None, None, True, True]
 
 
 @pytest.mark.heavy

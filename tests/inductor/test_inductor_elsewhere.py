@@ -11,14 +11,10 @@ MIB = 1 << 20
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("H100", "multi_processor_count=132, cc=90"), ("T4", "multi_processor_count=40, cc=75")],
-)
-def test_a_program_for_a_gpu_that_is_not_here_runs_without_data(name: str, said: str) -> None:
+def test_a_program_for_a_gpu_that_is_not_here_runs_without_data() -> None:
     before = device_interface.get_interface_for_device("cuda")
-    program = emitted_for(find_device(name))
-    assert said in program.source
+    program = emitted_for(find_device("H100"))
+    assert "multi_processor_count=132, cc=90" in program.source
     assert program.source.count("async_compile.triton") == 3
     # At the third product: the first one and its ReLU, of 4 MiB each, the gradient of the output, of 1 MiB,
     # which lies where the output did, and the result.

@@ -13,7 +13,7 @@ import planner
 from planner.cli.options import StepOptions
 from planner.costs.devices import DeviceError
 from planner.costs.optimizer_step import OptimizerError
-from planner.planning.options import PlanKeywords, PlanOptions, StepKeywords
+from planner.planning.options import OptionError, PlanKeywords, PlanOptions, StepKeywords
 from planner.training_step.inputs import InputError
 
 X = torch.randn(6, 4)
@@ -113,3 +113,26 @@ def test_an_optimizer_that_there_is_not_is_refused_before_the_long_work(optimize
 def test_a_file_without_a_name_is_refused() -> None:
     with pytest.raises(planner.PlanFileError, match="name of the file to write is empty"):
         planner.auto_checkpoint(torch.nn.Linear(2, 2), budget="8GiB", cache="")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"backend": "cudagraphs"}, "expected unproven=True"),
+        ({"backend": "inductor", "device": "H100"}, "expected unproven=True for H100"),
+        ({"backend": "cudagraphs", "unproven": 1}, "unproven=1: expected True or False"),
+        ({"backend": "cudagraphs", "unproven": True, "parallel": "ddp:2"}, "parallel=: expected none"),
+        (
+            {
+                "backend": "inductor",
+                "device": "H100",
+                "unproven": True,
+                "backend_options": {"max_autotune": True},
+            },
+            "expected none of max_autotune",
+        ),
+    ],
+)
+def test_what_has_not_run_on_a_gpu_is_asked_for_on_purpose(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        planner.plan(torch.nn.Linear(2, 2), (torch.ones(2, 2),), budget="min", **options)

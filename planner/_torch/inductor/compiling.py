@@ -6,9 +6,11 @@ Each function says what it hides. All of it was seen to work with torch 2.13.
 import contextlib
 import functools
 import hashlib
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -219,27 +221,47 @@ def emitted(
     return Emitted(found[-1][0], _dry_program(*found[-1]), list(strides or ()))
 
 
+_OF_TRITON = re.compile(
+    r"^(import triton\b.*|from torch\._inductor\.runtime\.triton_heuristics .*|.* as get_raw_stream)$", re.M
+)
+"""What the head of a program for a GPU imports for its kernels. A build for the CPU lacks some of it."""
+
+
 def _dry_program(source: str, constants: Mapping[str, Any]) -> BoxedFunction:
     scope: dict[str, Any] = {"__name__": "planner_emitted"}
+    on_gpu = re.search(r"\b_DeviceGuard\((\d+)\)", source)
     with compile_lock, replaced(async_compile, {"AsyncCompile": _NoKernels}):
-        exec(compile(source, "<emitted>", "exec"), scope)
+        exec(compile(_OF_TRITON.sub("", source), "<emitted>", "exec"), scope)
     scope.update(
         constants,
         assert_size_stride=_nothing,
         assert_alignment=_nothing,
-        empty_strided_cpu=_empty,
+        empty_strided_cpu=partial(_empty, "cpu"),
         reinterpret_tensor=torch.as_strided,
         alloc_from_pool=_no_pool,
     )
+    if on_gpu:
+        cuda = types.SimpleNamespace(
+            _DeviceGuard=lambda _: contextlib.nullcontext(), set_device=_nothing, synchronize=_nothing
+        )
+        scope.update(
+            torch=types.SimpleNamespace(**{**vars(torch), "cuda": cuda}),
+            empty_strided_cuda=partial(_empty, f"cuda:{on_gpu[1]}"),
+            copy_if_misaligned=lambda tensor: tensor,
+            get_raw_stream=_nothing,
+        )
     return scope["call"]  # type: ignore[no-any-return]
 
 
-def _empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype)
+def _empty(device: str, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*_: Any, **__: Any) -> None:
     """In the place of a kernel, or of a check."""
+
+
+_nothing.run = _nothing  # type: ignore[attr-defined]  # kernels of a GPU are called so
 
 
 def _no_pool(*_: Any) -> None:
