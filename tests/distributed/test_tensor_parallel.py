@@ -24,7 +24,7 @@ from tests.side_by_side import counting_runs
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-CASES: dict[str, dict[str, Any]] = {"layers and sequence": {"sequence": True}}
+CASES: dict[str, dict[str, Any]] = {"layers": {}}
 STEPS = 3
 
 
