@@ -2,8 +2,8 @@
 
 On the CPU the time is process time, all threads together; other processes do not count. An operation that
 runs over and over finds its inputs in the cache. In a step other operations have replaced them there in the
-meantime: so as much memory is read before each run. A run in which the system had to map memory does not
-count if there are others: most of a step's memory has been used before.
+meantime: so as much memory is read before each run. The least time of several runs counts: what a first run
+sets up, and other processes at the same memory, only add to it.
 
 On CUDA the time is that between two events on the device: launches count only where they are the bound.
 Times are kept in memory and on disk, in nanoseconds, by operator, shapes, strides, dtypes and environment.
@@ -21,11 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-try:
-    import resource
-except ImportError:  # Windows has no such counters
-    resource = None  # type: ignore[assignment]
 
 from planner._torch.execution.allocator_events import occupy
 from planner._torch.execution.plain_execution import plain_execution
@@ -53,8 +48,6 @@ LEAST_SECONDS = 1e-3
 MOST_RUNS = 1000
 LAST_LEVEL_CACHE = 32 * 2**20
 """Bytes of a CPU's last cache, where the system does not tell."""
-FEW_FAULTS = 8
-"""Page faults that a run may have; with more of them it used memory that is new to the process."""
 WAIT_SECONDS = 5e-3
 """How long a CUDA device is kept busy while the timed operations are launched."""
 
@@ -138,6 +131,10 @@ class MeasuredCosts:
             self._of_roofline[operator][key] = seconds / predicted
         return seconds
 
+    def allow(self, seconds: float) -> None:
+        """Time operations that are new from now on for so long, or longer."""
+        self._seconds_left = max(self._seconds_left, seconds)
+
     def time_largest_first(self, calls: Iterable[Call], outputs: Iterable[object]) -> None:
         """Time the operations of a step, the longest by the roofline first, until the time is used up."""
         both = list(zip(calls, outputs, strict=True))
@@ -157,9 +154,9 @@ class MeasuredCosts:
     # ---- timing ------------------------------------------------------------------------------------
 
     def _timed(self, call: Call) -> float:
-        device, first = self._meter.device, self._meter.seconds_of_run(call)
-        if first is not None and first >= ENOUGH_SECONDS:
-            return first
+        device, first = self._meter.device, self._meter.run_of(call)
+        if first is not None and first.alone and first.seconds >= ENOUGH_SECONDS:
+            return first.seconds
         with self._as_in_training(), self._meter.arguments(call) as (args, kwargs):
 
             def run() -> object:
@@ -168,7 +165,7 @@ class MeasuredCosts:
             if device.type == "cuda":
                 run()  # a first call sets things up
                 return _device_seconds(device, run)
-            return _process_seconds(run, self._memory, first)
+            return _process_seconds(run, self._memory, [] if first is None else [first.seconds])
 
     @contextmanager
     def _as_in_training(self) -> Iterator[None]:
@@ -182,27 +179,16 @@ class MeasuredCosts:
                 yield
 
 
-def _process_seconds(run: Callable[[], object], memory: torch.Tensor, first: float | None) -> float:
-    """Median process time of a run, before each of which some memory is read. The first, which may have been
-    already, sets things up: it does not count where there are others."""
-    seconds = [] if first is None else [first]
-    mapped = [True] * len(seconds)
-    while len(seconds) <= REPEATS and sum(seconds) < ENOUGH_SECONDS:
+def _process_seconds(run: Callable[[], object], memory: torch.Tensor, first: Sequence[float]) -> float:
+    """Least process time of a run, before each of which some memory is read; ``first``: of earlier runs."""
+    seconds = [*first]
+    while len(seconds) < 2 or (len(seconds) <= REPEATS and sum(seconds) < ENOUGH_SECONDS):
         memory.sum()
-        faults = _page_faults()
         before = time.process_time()
         result = run()
         seconds.append(time.process_time() - before)
-        mapped.append(_page_faults() - faults > FEW_FAULTS)
         del result
-    later = list(zip(seconds, mapped, strict=True))[1:]
-    warm = [taken for taken, new in later if not new]
-    return statistics.median(warm or seconds[1:] or seconds)
-
-
-def _page_faults() -> int:
-    """The page faults of this process so far; 0 where the system does not count them."""
-    return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    return min(seconds)
 
 
 def _device_seconds(device: torch.device, run: Callable[[], object]) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -51,6 +51,8 @@ aten = torch.ops.aten
 
 _CHUNK = 64
 _MAX_RUNS = 4
+_ALONE = 1.1
+"""As many times as long as a processor's may the time of a run be that did not wait for one."""
 _MARK = "planner.costs.workspace."
 # These share their input's storage, or copy where its strides do not allow that.
 _MAY_COPY = frozenset({aten.reshape, aten.contiguous, aten.to})
@@ -74,6 +76,13 @@ class OpMemory:
 
 
 NOT_RUN = OpMemory(0, ())
+
+
+class TimedRun(NamedTuple):
+    """Process seconds of a run, and whether it had no need to wait for a processor, as beside others."""
+
+    seconds: float
+    alone: bool
 
 
 class Workspaces(Protocol):
@@ -117,7 +126,7 @@ class WorkspaceMeter:
         self._known: dict[str, OpMemory] = {}
         self._remembered: Entries = {}
         self._masks_false: set[str] = set()
-        self._seconds: dict[str, float] = {}
+        self._timed: dict[str, TimedRun] = {}
         self._last_made: list[torch.Tensor] = []
         if cache_path == "default":
             cache_path = default_cache_path()
@@ -155,9 +164,9 @@ class WorkspaceMeter:
             for s, call in zip(signatures, calls, strict=True)
         ]
 
-    def seconds_of_run(self, call: Call) -> float | None:
-        """Process seconds of the call's last run to be measured on the CPU, of a single one; None without."""
-        return self._seconds.get(_signature(call)) if self._seconds else None
+    def run_of(self, call: Call) -> TimedRun | None:
+        """How long a call took when it was measured; None where it was not, or not on a CPU."""
+        return self._timed.get(_signature(call)) if self._timed else None
 
     def let_go(self) -> None:
         """Free what the last call was run with, which is kept for the next."""
@@ -207,9 +216,10 @@ class WorkspaceMeter:
         def run_one(mark: str, key: str, call: Call) -> None:
             args, kwargs, inputs = self._real_arguments(call, key not in self._masks_false)
             with _grad_mode(call.func), torch.profiler.record_function(mark):
-                before = time.process_time()
+                began, before = time.perf_counter(), time.process_time()
                 result = asked_for(call.func, call.args, call.func(*args, **kwargs))
-                self._seconds[key] = time.process_time() - before
+                seconds = time.process_time() - before
+                self._timed[key] = TimedRun(seconds, time.perf_counter() - began <= _ALONE * seconds)
             check(call, result)
             outputs[key] = _output_bytes(result, inputs)
 

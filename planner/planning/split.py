@@ -28,6 +28,9 @@ from solvers.model.schedule import simulate
 LEAST_ROWS = 128
 """Of a piece, where there are more: products of fewer rows take longer for each."""
 
+_TIMED_SECONDS = 2.0
+"""How long the operations of pieces are timed, whatever those of the step took: what these decide is small."""
+
 _LEAST_SECONDS = 5.0
 """How long the least is looked for, where it is more than what no plan undercuts."""
 
@@ -87,6 +90,8 @@ class Forms:
         graph = self._prepared.problem.graph
         if room is not None and simulate(graph, graph.base_schedule).peak_bytes <= room:
             return self._plan(self._prepared, wanted, progress)
+        if isinstance(self._prepared.costs, MeasuredCosts) and not self._made:
+            self._prepared.costs.allow(_TIMED_SECONDS)
         splits = self._splits(room)
         if splits == [None]:
             return self._plan(self._prepared, wanted, progress)

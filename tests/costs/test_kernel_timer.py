@@ -11,7 +11,7 @@ from planner.costs import kernel_timer
 from planner.costs.devices import find_device
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.costs.roofline import roofline
-from planner.costs.workspace import WorkspaceMeter
+from planner.costs.workspace import TimedRun, WorkspaceMeter
 from planner.planning.cost_source import CostsError
 from planner.training_step.call import Call
 from tests.small import small_gpt
@@ -127,43 +127,40 @@ def test_a_gpu_is_kept_busy_while_what_is_timed_is_launched(monkeypatch: pytest.
     assert done == ["synchronize", "sleep", "record", "run", "record", "synchronize"]
 
 
-def test_a_run_for_which_the_system_had_to_map_memory_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, faults = iter(range(1000)), iter([0, 0, 0, 5000, 5000, 9000, 9000, 9001])
-    took = iter([1e-3, 9e-3, 9e-3, 2e-3])
-    now = 0.0
-
-    def time_of_process() -> float:
-        nonlocal now
-        now += next(took) if next(clock) % 2 else 0.0
-        return now
-
-    monkeypatch.setattr(kernel_timer, "_page_faults", lambda: next(faults))
-    monkeypatch.setattr(kernel_timer.time, "process_time", time_of_process)
-    assert kernel_timer._process_seconds(lambda: None, torch.zeros(256), None) == pytest.approx(2e-3)
-
-
-@pytest.mark.parametrize(("first", "runs"), [(None, 4), (0.06, 1), (0.01, 3)])
-def test_a_run_whose_memory_was_measured_is_the_first(
-    first: float | None, runs: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("first", "second", "runs"), [([], 1e-3, 4), ([0.01], 0.05, 2), ([0.5], 1.0, 1)])
+def test_the_least_of_several_runs_counts_and_what_takes_long_does_not_run_often(
+    first: list[float], second: float, runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What takes long does not run often, and not at all where that run alone took long enough."""
     clock, ran = iter(range(100)), list[int]()
-    step = 0.05 if first == 0.06 else 0.001
-    monkeypatch.setattr(kernel_timer.time, "process_time", lambda: next(clock) * step)
-    kernel_timer._process_seconds(lambda: ran.append(1), torch.zeros(1), first)
+    monkeypatch.setattr(kernel_timer.time, "process_time", lambda: next(clock) * second)
+    found = kernel_timer._process_seconds(lambda: ran.append(1), torch.zeros(1), first)
     assert len(ran) == runs
+    assert found == pytest.approx(min([*first, second]))
 
-    meter = WorkspaceMeter("cpu", None)
+
+@pytest.mark.parametrize(
+    ("seconds", "alone", "again"), [(3.0, True, False), (3.0, False, True), (1e-3, True, True)]
+)
+def test_what_took_long_when_its_memory_was_measured_runs_again_only_where_it_had_to_wait(
+    seconds: float, alone: bool, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter, ran = WorkspaceMeter("cpu", None), list[bool]()
     timer = MeasuredCosts(meter, roofline(find_device("cpu")), None)
+    monkeypatch.setattr(meter, "run_of", lambda call: TimedRun(seconds, alone))
+    monkeypatch.setattr(kernel_timer, "_process_seconds", lambda *given: ran.append(True) or 2.0)
     a, b, c = square(8)
-    monkeypatch.setattr(meter, "seconds_of_run", lambda call: 3.0)
-    assert timer.seconds(aten.mm.default, (a, b), {}, c) == 3.0
+    assert timer.seconds(aten.mm.default, (a, b), {}, c) == (2.0 if again else seconds)
+    assert ran == [True] * again
 
 
-def test_where_each_run_maps_memory_all_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    faults = iter(range(0, 10**6, 1000))
-    monkeypatch.setattr(kernel_timer, "_page_faults", lambda: next(faults))
-    assert kernel_timer._process_seconds(lambda: torch.zeros(4096), torch.zeros(256), None) > 0
+def test_a_measured_run_is_timed() -> None:
+    meter, (a, b, _) = WorkspaceMeter("cpu", None), square(64)
+    call = Call(aten.mm.default, (a, b), {})
+    assert meter.run_of(call) is None
+    meter.measure([call])
+    run = meter.run_of(call)
+    assert run is not None
+    assert run.seconds > 0
 
 
 def test_no_more_is_read_between_two_runs_than_the_step_holds() -> None:
