@@ -29,7 +29,7 @@ LEAST_ROWS = 128
 """Of a piece, where there are more: products of fewer rows take longer for each."""
 
 _TIMED_SECONDS = 2.0
-"""How long the operations of pieces are timed, whatever those of the step took: what these decide is small."""
+"""How long the operations of pieces are timed at least, whatever those of the step took."""
 
 _LEAST_SECONDS = 5.0
 """How long the least is looked for, where it is more than what no plan undercuts."""
