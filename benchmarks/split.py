@@ -369,17 +369,17 @@ def by_hand(name: str, repeats: int) -> tuple[int, float] | None:
     return peak, statistics.median(times[1]) / statistics.median(times[0]) - 1
 
 
-def rows_of(name: str, repeats: int) -> list[str]:
-    """The lines of the table of one model."""
+def rows_of(name: str, repeats: int, *, least: bool) -> list[str]:
+    """The lines of the table of one model; ``least``: those of "min" too."""
     torch.manual_seed(0)
     title, build = MODELS[name]
     model, batch = build()
     model.train()
     without = planner.plan(model, kwargs=batch, budget="min", outputs="dropped")
-    least = f"{without.predicted.dynamic_peak_bytes / MIB:,.1f} ({without.overhead:+.0%})"
+    without_least = f"{without.predicted.dynamic_peak_bytes / MIB:,.1f} ({without.overhead:+.0%})"
     lines = []
     third = without.baseline.dynamic_peak_bytes // 3 // MIB
-    asked: list[tuple[SplitWhat, str | float]] = [("loss", "min"), ("auto", "min")]
+    asked: list[tuple[SplitWhat, str | float]] = [("loss", "min"), ("auto", "min")] if least else []
     asked += [("loss", over) for over in OVER_ENTRY.get(name, (third,))]
     hand = by_hand(name, repeats)
     if hand is not None:
@@ -397,7 +397,7 @@ def rows_of(name: str, repeats: int) -> list[str]:
         cells = [
             title,
             f"{report.baseline_measured_dynamic_peak_bytes / MIB:,.1f}",
-            least,
+            without_least,
             split,
             over if isinstance(over, str) else f"{over:,.1f}",
             f"{hand[1]:+.0%}" if hand is not None and over == hand[0] / MIB else "",
@@ -441,7 +441,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--repeats", type=int, default=3, help="timed steps of each kind")
     parser.add_argument("--planning", action="store_true", help="seconds where there is nothing to split")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--budgets", action="store_true", help='no rows of "min"')
+    parser.add_argument("--out", type=Path, help="a page, in which rows that are there are replaced")
     given = parser.parse_args()
     if any(os.environ.get(name) != value for name, value in SETTINGS.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **SETTINGS})
@@ -450,11 +451,21 @@ def main() -> None:
         for line in planning_seconds():
             print(line, flush=True)
         return
-    lines: list[str] = []
+    there = given.out is not None and given.out.exists()
+    before, _, table = given.out.read_text(encoding="utf-8").partition(_RULE) if there else (_PAGE, "", "")
+    table, _, after = table.partition("\n\n")
+    lines = {_row(line): line for line in table.splitlines()}
     for name in given.models:
-        lines += rows_of(name, given.repeats)
+        lines |= {_row(line): line for line in rows_of(name, given.repeats, least=not given.budgets)}
         if given.out is not None:
-            given.out.write_text(_PAGE + "\n".join(lines) + "\n", encoding="utf-8")
+            text = before + _RULE + "\n".join(lines.values()) + "\n" + (after and f"\n{after}")
+            given.out.write_text(text, encoding="utf-8")
+
+
+def _row(line: str) -> tuple[str, ...]:
+    """What tells a row of the table from others: its model, what is split, and its budget."""
+    title, _, _, split, budget, by_hand, *_ = (cell.strip() for cell in line.strip("| ").split(" | "))
+    return title, split, "by hand" if by_hand else budget
 
 
 _PAGE = """# Losses and MLPs in pieces
@@ -480,6 +491,9 @@ Where nothing is to be split, or nothing that is worth it, planning takes as lon
 (`python benchmarks/split.py --planning`, process seconds, medians of three): a ResNet-50 9.1 s, "loss" 9.2
 and "auto" 9.0; 12 convolutions 0.7 s each; 6 layers of attention 1.7 s each.
 
+"""
+
+_RULE = """\
 | model | unplanned | without | split | budget | hand | pieces | peak | measured | time | planned | near |
 |---|---:|---:|---|---|---:|---|---:|---:|---:|---:|---|
 """

@@ -2,8 +2,8 @@
 
 On the CPU the time is process time, all threads together; other processes do not count. An operation that
 runs over and over finds its inputs in the cache. In a step other operations have replaced them there in the
-meantime: so as much memory is read before each run. A run in which the system had to map memory does not
-count if there are others: most of a step's memory has been used before.
+meantime: so as much memory is read before each run. The least time of several runs counts: what a first run
+sets up, and other processes at the same memory, only add to it.
 
 On CUDA the time is that between two events on the device: launches count only where they are the bound.
 Times are kept in memory and on disk, in nanoseconds, by operator, shapes, strides, dtypes and environment.
@@ -14,6 +14,7 @@ import math
 import os
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,14 +22,8 @@ from typing import Any
 
 import torch
 
-try:
-    import resource
-except ImportError:  # Windows has no such counters
-    resource = None  # type: ignore[assignment]
-
 from planner._torch.execution.allocator_events import occupy
 from planner._torch.execution.plain_execution import plain_execution
-from planner._torch.tensors import call_tensors
 from planner.costs.measurement_cache import (
     call_signature,
     default_cache_path,
@@ -45,17 +40,14 @@ logger = logging.getLogger(__name__)
 OnTimed = Callable[[int, str], None]
 """Called with how many operations have been timed, and the name of the next."""
 
-REPEATS = 7
-ENOUGH_SECONDS = 0.5
-"""After this time an operation runs no more often than ``LEAST_REPEATS``."""
-LEAST_REPEATS = 3
+REPEATS = 3
+ENOUGH_SECONDS = 0.1
+"""After this time an operation runs no more often."""
 LEAST_SECONDS = 1e-3
 """On CUDA a repeat runs an operation so often that it takes this long."""
 MOST_RUNS = 1000
 LAST_LEVEL_CACHE = 32 * 2**20
 """Bytes of a CPU's last cache, where the system does not tell."""
-FEW_FAULTS = 8
-"""Page faults that a run may have; with more of them it used memory that is new to the process."""
 WAIT_SECONDS = 5e-3
 """How long a CUDA device is kept busy while the timed operations are launched."""
 
@@ -66,7 +58,8 @@ class MeasuredCosts:
     Attributes:
         name: The name of these costs in a plan.
         failures: Operations that could not be timed, with the reason, by signature.
-        left_out: Signatures of operations that were not timed, since the time for that was used up.
+        left_out: By signature, seconds of operations that were not timed, since the time for that was used
+            up: the roofline's, in proportion to those of what was timed, of that operator if any.
     """
 
     name = "measured"
@@ -84,22 +77,25 @@ class MeasuredCosts:
         Args:
             meter: Makes real arguments, on the device at hand.
             roofline: Says which operations are free, and gives the seconds of those that cannot be run.
-            most_seconds: The time for timing; after it the roofline gives the seconds of new operations.
+            most_seconds: The time for timing; after it new operations have seconds by the roofline.
             step_bytes: Bytes that the step holds; None for more than a cache.
             cache_path: JSON file to keep times in; ``"default"`` is one in the user's cache directory.
             progress: Called before each operation that is timed.
         """
         self.failures: dict[str, str] = {}
-        self.left_out: set[str] = set()
+        self.left_out: dict[str, float] = {}
+        # By operator, and None for all: by signature, as many times as long as by the roofline.
+        self._of_roofline = defaultdict[object, dict[str, float]](dict)
         self._meter, self._roofline, self._progress = meter, roofline, progress
         self._seconds_left = most_seconds
         if cache_path == "default":
             cache_path = default_cache_path().with_name("seconds.json")
         self._path = None if cache_path is None else Path(cache_path)
-        self._between = _read_between(meter.device, step_bytes)
         self._environment = environment(meter.device)
-        if self._between:
-            self._environment += f"; {self._between} bytes between two runs"
+        between = _read_between(meter.device, step_bytes)
+        self._memory = torch.zeros(between // 4)
+        if between:
+            self._environment += f"; {between} bytes between two runs"
         self._known = {
             key: numbers[0] * 1e-9 for key, numbers in read_entries(self._path, self._environment).items()
         }
@@ -116,24 +112,27 @@ class MeasuredCosts:
             self.failures[str(func)] = str(error)
             return predicted
         if key not in self._known and key not in self.failures:
-            if self._seconds_left <= 0.0:
-                self.left_out.add(key)
-                return predicted
+            if key in self.left_out or self._seconds_left <= 0.0:
+                timed = self._of_roofline.get(func) or self._of_roofline[None] or {key: 1.0}
+                return self.left_out.setdefault(key, predicted * statistics.median(timed.values()))
             before = time.process_time()
             if self._progress is not None:
                 self._progress(len(self._new), str(func))
             try:
                 # In whole nanoseconds, as the file keeps them: so the next plan uses the same times.
-                timed = round(self._timed(Call(func, args, kwargs)) * 1e9)
-                self._known[key], self._new[key] = timed * 1e-9, timed
+                taken = round(self._timed(Call(func, args, kwargs)) * 1e9)
+                self._known[key], self._new[key] = taken * 1e-9, taken
             except Exception as error:  # a kernel may raise anything about made-up inputs
                 logger.debug("no time known for %s: %s", key, error)
                 self.failures[key] = f"{type(error).__name__}: {error}"
             self._seconds_left -= time.process_time() - before
-        return self._known.get(key, predicted)
+        seconds = self._known.get(key, predicted)
+        for operator in (func, None):
+            self._of_roofline[operator][key] = seconds / predicted
+        return seconds
 
     def allow(self, seconds: float) -> None:
-        """Time operations for so long from now on, or longer."""
+        """Time operations that are new from now on for so long, or longer."""
         self._seconds_left = max(self._seconds_left, seconds)
 
     def time_largest_first(self, calls: Iterable[Call], outputs: Iterable[object]) -> None:
@@ -147,26 +146,26 @@ class MeasuredCosts:
             self.seconds(call.func, call.args, call.kwargs, output)
 
     def save(self) -> None:
-        """Keep the new times on disk."""
+        """Keep the new times on disk, and no memory that operations were timed with."""
+        self._meter.let_go()
         write_entries(self._path, self._environment, {key: [timed] for key, timed in self._new.items()})
         self._new = {}
 
     # ---- timing ------------------------------------------------------------------------------------
 
     def _timed(self, call: Call) -> float:
-        device = self._meter.device
+        device, first = self._meter.device, self._meter.run_of(call)
+        if first is not None and first.alone and first.seconds >= ENOUGH_SECONDS:
+            return first.seconds
         with self._as_in_training(), self._meter.arguments(call) as (args, kwargs):
 
             def run() -> object:
                 return call.func(*args, **kwargs)
 
-            run()  # a first call sets things up
             if device.type == "cuda":
+                run()  # a first call sets things up
                 return _device_seconds(device, run)
-            if not _needs_its_values(call.func):
-                for tensor in call_tensors([args, kwargs]):
-                    _vary(tensor)
-            return _process_seconds(run, self._between)
+            return _process_seconds(run, self._memory, [] if first is None else [first.seconds])
 
     @contextmanager
     def _as_in_training(self) -> Iterator[None]:
@@ -180,26 +179,16 @@ class MeasuredCosts:
                 yield
 
 
-def _process_seconds(run: Callable[[], object], between: int) -> float:
-    """Median process time of a run, before each of which ``between`` bytes are read."""
-    memory = torch.zeros(between // 4)
-    seconds: list[float] = []
-    mapped: list[bool] = []
-    while len(seconds) < REPEATS and (len(seconds) < LEAST_REPEATS or sum(seconds) < ENOUGH_SECONDS):
+def _process_seconds(run: Callable[[], object], memory: torch.Tensor, first: Sequence[float]) -> float:
+    """Least process time of a run, before each of which some memory is read; ``first``: of earlier runs."""
+    seconds = [*first]
+    while len(seconds) < 2 or (len(seconds) <= REPEATS and sum(seconds) < ENOUGH_SECONDS):
         memory.sum()
-        faults = _page_faults()
         before = time.process_time()
         result = run()
         seconds.append(time.process_time() - before)
-        mapped.append(_page_faults() - faults > FEW_FAULTS)
         del result
-    warm = [taken for taken, new in zip(seconds, mapped, strict=True) if not new]
-    return statistics.median(warm or seconds)
-
-
-def _page_faults() -> int:
-    """The page faults of this process so far; 0 where the system does not count them."""
-    return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    return min(seconds)
 
 
 def _device_seconds(device: torch.device, run: Callable[[], object]) -> float:
@@ -225,24 +214,6 @@ def _read_between(device: torch.device, step_bytes: int | None) -> int:
     cache = os.sysconf(name) if name in getattr(os, "sysconf_names", ()) else 0
     most = cache or LAST_LEVEL_CACHE
     return most if step_bytes is None else min(most, 1 << max(step_bytes - 1, 0).bit_length())
-
-
-def _needs_its_values(func: object) -> bool:
-    """Whether an operator's made-up inputs have values that it needs, as matrices that can be inverted."""
-    return "linalg" in str(func) or "cholesky" in str(func)
-
-
-def _vary(tensor: torch.Tensor) -> None:
-    """Give a made-up tensor's floats different values around 1: the time to find a maximum depends on it."""
-    if tensor.layout is not torch.strided or not tensor.is_floating_point() or tensor.device.type != "cpu":
-        return
-    length = tensor.untyped_storage().nbytes() // tensor.element_size()
-    flat = tensor.detach().as_strided((length,), (1,), 0)
-    values = torch.rand(min(length, 1 << 16), dtype=torch.float32).add_(0.5).to(tensor.dtype)
-    whole = length // len(values) * len(values) if length else 0
-    if whole:
-        flat[:whole].view(-1, len(values)).copy_(values)
-        flat[whole:].copy_(values[: length - whole])
 
 
 def _clock(device: torch.device) -> tuple[Callable[[], float], Callable[[], float]]:

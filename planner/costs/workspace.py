@@ -6,13 +6,15 @@ other arguments, runs on tensors made for the purpose, one at a time, and its al
 results are kept in memory and on disk.
 """
 
+import functools
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -49,6 +51,8 @@ aten = torch.ops.aten
 
 _CHUNK = 64
 _MAX_RUNS = 4
+_ALONE = 1.1
+"""As many times as long as a processor's may the time of a run be that did not wait for one."""
 _MARK = "planner.costs.workspace."
 # These share their input's storage, or copy where its strides do not allow that.
 _MAY_COPY = frozenset({aten.reshape, aten.contiguous, aten.to})
@@ -72,6 +76,13 @@ class OpMemory:
 
 
 NOT_RUN = OpMemory(0, ())
+
+
+class TimedRun(NamedTuple):
+    """Process seconds of a run, and whether it had no need to wait for a processor, as beside others."""
+
+    seconds: float
+    alone: bool
 
 
 class Workspaces(Protocol):
@@ -115,6 +126,8 @@ class WorkspaceMeter:
         self._known: dict[str, OpMemory] = {}
         self._remembered: Entries = {}
         self._masks_false: set[str] = set()
+        self._timed: dict[str, TimedRun] = {}
+        self._last_made: list[torch.Tensor] = []
         if cache_path == "default":
             cache_path = default_cache_path()
         self._path = None if cache_path is None else Path(cache_path)
@@ -150,6 +163,14 @@ class WorkspaceMeter:
             OpMemory(copied_bytes(call, self.device.type), ()) if s is None else self._known.get(s, NOT_RUN)
             for s, call in zip(signatures, calls, strict=True)
         ]
+
+    def run_of(self, call: Call) -> TimedRun | None:
+        """How long a call took when it was measured; None where it was not, or not on a CPU."""
+        return self._timed.get(_signature(call)) if self._timed else None
+
+    def let_go(self) -> None:
+        """Free what the last call was run with, which is kept for the next."""
+        self._last_made = []
 
     def failed(self, calls: Iterable[Call]) -> Iterator[tuple[Call, str]]:
         """The calls among measured ones that could not be run, each with the reason."""
@@ -195,7 +216,10 @@ class WorkspaceMeter:
         def run_one(mark: str, key: str, call: Call) -> None:
             args, kwargs, inputs = self._real_arguments(call, key not in self._masks_false)
             with _grad_mode(call.func), torch.profiler.record_function(mark):
+                began, before = time.perf_counter(), time.process_time()
                 result = asked_for(call.func, call.args, call.func(*args, **kwargs))
+                seconds = time.process_time() - before
+                self._timed[key] = TimedRun(seconds, time.perf_counter() - began <= _ALONE * seconds)
             check(call, result)
             outputs[key] = _output_bytes(result, inputs)
 
@@ -280,6 +304,8 @@ class WorkspaceMeter:
             needed += 2 * whole[0] * call.args[0].element_size()
         if needed > (available := _available_bytes(self.device)):
             raise MemoryError(f"not run: it needs about {needed} bytes and {available} are free")
+        # New memory of the system's takes longer to fill than memory that is there: sizes are often the same.
+        spare, self._last_made = self._last_made, []
         on_host = read_on_host(call.func, call.args, call.kwargs)
         made = {id(t): torch.zeros(_concrete(t.shape), dtype=t.dtype) for t in on_host}
         # Factorisations and solvers need matrices that are well conditioned.
@@ -289,7 +315,7 @@ class WorkspaceMeter:
             if isinstance(nest, torch.Tensor):
                 if id(nest) not in made:
                     inside = whole if whole is not None and nest is call.args[0] else None
-                    made[id(nest)] = self._made_tensor(nest, matrices, masks, inside)
+                    made[id(nest)] = self._made_tensor(nest, matrices, masks, inside, spare)
                 return made[id(nest)]
             if isinstance(nest, (list, tuple)):
                 return type(nest)(real(item) for item in nest)
@@ -306,17 +332,24 @@ class WorkspaceMeter:
         return args, kwargs, list(made.values())
 
     def _made_tensor(
-        self, like: torch.Tensor, matrix: bool, masks: bool, inside: tuple[int, int] | None
+        self,
+        like: torch.Tensor,
+        matrix: bool,
+        masks: bool,
+        inside: tuple[int, int] | None,
+        spare: list[torch.Tensor],
     ) -> torch.Tensor:
         """A tensor of the same shape, strides and dtype.
 
-        Floats are 1, which is valid as a variance too, and integers 0, which is valid as an index.
+        Floats are about 1, which is valid as a variance and a probability too, and integers 0, which is valid
+        as an index. On a CPU floats differ: the time to find a maximum depends on it.
 
         Args:
             like: The tensor.
             matrix: Whether square matrices must be well conditioned.
             masks: The value of booleans.
             inside: The number of elements of its storage, and its offset; None for the smallest storage.
+            spare: Memory of tensors that are no longer needed; what is used is taken out.
         """
         if like.layout is not torch.strided:
             raise ValueError(f"not run: an input has layout {like.layout}")
@@ -324,7 +357,14 @@ class WorkspaceMeter:
         floating = like.is_floating_point() or like.is_complex()
         length, start = inside or (_storage_length(like), 0)
         ones = masks if like.dtype is torch.bool else floating
-        flat = torch.full((length,), int(ones), dtype=like.dtype, device=device)
+        if like.is_floating_point() and device.type == "cpu" and not matrix:
+            fits = (n for n, old in enumerate(spare) if old.dtype is like.dtype and len(old) == length)
+            place = next(fits, None)
+            flat = torch.empty(length, dtype=like.dtype) if place is None else spare.pop(place)
+            _fill(flat)
+            self._last_made.append(flat)
+        else:
+            flat = torch.full((length,), int(ones), dtype=like.dtype, device=device)
         made = flat.as_strided(_concrete(like.shape), _concrete(like.stride()), start)
         if matrix and floating and made.dim() >= 2 and made.shape[-1] == made.shape[-2]:
             made.diagonal(dim1=-2, dim2=-1).fill_(made.shape[-1] + 1.0)
@@ -356,7 +396,8 @@ def _signature(call: Call) -> str:
 def _allocates(func: object) -> bool:
     if not isinstance(func, OpOverload) or not has_tensors(func) or is_collective(func):
         return False
-    return not (func.is_view and func.overloadpacket not in _MAY_COPY)
+    is_view = func.is_view or func.overloadpacket is aten._unsafe_view
+    return not (is_view and func.overloadpacket not in _MAY_COPY)
 
 
 def _storage_length(tensor: torch.Tensor) -> int:
@@ -366,6 +407,19 @@ def _storage_length(tensor: torch.Tensor) -> int:
         return 0
     strides = _concrete(tensor.stride())
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def _fill(flat: torch.Tensor) -> None:
+    """Write floats between a half and 1, the same ones each time."""
+    values = _values(flat.dtype)
+    whole = len(flat) // len(values) * len(values)
+    flat[:whole].view(-1, len(values)).copy_(values)
+    flat[whole:].copy_(values[: len(flat) - whole])
+
+
+@functools.cache
+def _values(dtype: torch.dtype) -> torch.Tensor:
+    return torch.rand(1 << 16, generator=torch.Generator().manual_seed(0)).add_(1.0).div_(2.0).to(dtype)
 
 
 def _concrete(sizes: Iterable[int]) -> list[int]:

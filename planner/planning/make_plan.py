@@ -152,7 +152,8 @@ def make_plan(
     if isinstance(prepared.costs, MeasuredCosts) and prepared.costs.left_out:
         notes.append(
             f"{len(prepared.costs.left_out)} operations were not timed, as that had taken as long as the "
-            "capture; their seconds are the roofline's. costs='measured' times all"
+            "capture; their seconds are the roofline's, in proportion to what was timed. costs='measured' "
+            "times all"
         )
     graphs = _graph_records(captured, problem, solution)
     fusion: Fusion = "in-order" if emitted is None else emitted[0].fusion

@@ -28,8 +28,8 @@ from solvers.model.schedule import simulate
 LEAST_ROWS = 128
 """Of a piece, where there are more: products of fewer rows take longer for each."""
 
-_TIMED_SECONDS = 5.0
-"""How long the operations of pieces are timed, where those of the step are."""
+_TIMED_SECONDS = 2.0
+"""How long the operations of pieces are timed at least, whatever those of the step took."""
 
 _LEAST_SECONDS = 5.0
 """How long the least is looked for, where it is more than what no plan undercuts."""
@@ -288,7 +288,21 @@ def in_pieces(prepared: Prepared, pieces: int) -> Prepared:
     Raises:
         CaptureError: There is nothing to split.
     """
-    split = Split("forward", pieces, _what(prepared))
+    return _in_either_form(prepared, Split("forward", pieces, _what(prepared)))
+
+
+def split_as(plan: PlanRecord, prepared: Prepared) -> Prepared:
+    """A step that is captured in one piece, in the pieces of a plan."""
+    splits = {Split.of(graph.split) for graph in plan.graphs if graph.split is not None}
+    if not splits:
+        return prepared
+    try:
+        return _in_either_form(prepared, min(splits))
+    except NothingToSplit:
+        return prepared
+
+
+def _in_either_form(prepared: Prepared, split: Split) -> Prepared:
     try:
         return _split(prepared, split)
     except NothingToSplit:
@@ -297,25 +311,9 @@ def in_pieces(prepared: Prepared, pieces: int) -> Prepared:
         return _split(prepared, split._replace(form="backward"))
 
 
-def split_as(plan: PlanRecord, prepared: Prepared) -> Prepared:
-    """A step that is captured in one piece, in the pieces of a plan."""
-    splits = {Split.of(graph.split) for graph in plan.graphs if graph.split is not None}
-    if not splits:
-        return prepared
-    split = min(splits)
-    try:
-        return _split(prepared, split)
-    except NothingToSplit:
-        return prepared
-    except CaptureError:
-        return _split(prepared, split._replace(form="backward"))
-
-
 def _split(prepared: Prepared, split: Split) -> Prepared:
-    graphs, why = (
-        list[CapturedGraph](),
-        CaptureError(f"split='{split.what}': no graph is captured. Plan with split='none'"),
-    )
+    graphs = list[CapturedGraph]()
+    why = CaptureError(f"split='{split.what}': no graph is captured. Plan with split='none'")
     for graph in prepared.captured.graphs:
         try:
             graphs.append(_split_graph(prepared, graph, split))

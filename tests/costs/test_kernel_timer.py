@@ -1,5 +1,6 @@
 """Measured costs: each operation timed once, remembered, and named in the plan."""
 
+import statistics
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from planner.costs import kernel_timer
 from planner.costs.devices import find_device
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.costs.roofline import roofline
-from planner.costs.workspace import WorkspaceMeter
+from planner.costs.workspace import TimedRun, WorkspaceMeter
 from planner.planning.cost_source import CostsError
 from planner.training_step.call import Call
 from tests.small import small_gpt
@@ -59,13 +60,18 @@ def test_timing_ends_when_it_has_taken_long_enough_and_begins_with_the_largest(
     monkeypatch.setattr(timer, "_timed", lambda call: 1e-3)
     monkeypatch.setattr(kernel_timer.time, "process_time", iter(range(100)).__next__)
     a, b, c = square(512)
+    both = [(aten.mm.default, (a, b)), (aten.tanh.default, (a,))]
     calls = [Call(op, (a,), {}) for op in (aten.t.default, aten.tanh.default, aten.exp.default)]
     timer.time_largest_first([*calls, Call(aten.mm.default, (a, b), {})], [a.t(), c, c, c])
     assert reported == ["aten.mm.default", "aten.tanh.default"]  # a second each
     assert not timer.left_out
     assert timer.seconds(aten.mm.default, (a, b), {}, c) == 1e-3
-    assert timer.seconds(aten.exp.default, (a,), {}, c) == known.seconds(aten.exp.default, (a,), {}, c)
-    assert len(timer.left_out) == 1
+    longer = [1e-3 / known.seconds(func, args, {}, c) for func, args in both]
+    for left_out, of in ((aten.exp.default, statistics.median(longer)), (aten.tanh.default, longer[1])):
+        half = a[:256]
+        predicted = known.seconds(left_out, (half,), {}, half)
+        assert timer.seconds(left_out, (half,), {}, half) == pytest.approx(of * predicted)
+    assert len(timer.left_out) == 2
     assert not timer.failures
 
 
@@ -121,25 +127,40 @@ def test_a_gpu_is_kept_busy_while_what_is_timed_is_launched(monkeypatch: pytest.
     assert done == ["synchronize", "sleep", "record", "run", "record", "synchronize"]
 
 
-def test_a_run_for_which_the_system_had_to_map_memory_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, faults = iter(range(1000)), iter([0, 5000, 5000, 5000, *[5000, 5001] * 10])
-    took = iter([9.0, *[2.0] * 20])
-    now = 0.0
-
-    def time_of_process() -> float:
-        nonlocal now
-        now += next(took) if next(clock) % 2 else 0.0
-        return now
-
-    monkeypatch.setattr(kernel_timer, "_page_faults", lambda: next(faults))
-    monkeypatch.setattr(kernel_timer.time, "process_time", time_of_process)
-    assert kernel_timer._process_seconds(lambda: None, 1024) == 2.0
+@pytest.mark.parametrize(("first", "second", "runs"), [([], 1e-3, 4), ([0.01], 0.05, 2), ([0.5], 1.0, 1)])
+def test_the_least_of_several_runs_counts_and_what_takes_long_does_not_run_often(
+    first: list[float], second: float, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, ran = iter(range(100)), list[int]()
+    monkeypatch.setattr(kernel_timer.time, "process_time", lambda: next(clock) * second)
+    found = kernel_timer._process_seconds(lambda: ran.append(1), torch.zeros(1), first)
+    assert len(ran) == runs
+    assert found == pytest.approx(min([*first, second]))
 
 
-def test_where_each_run_maps_memory_all_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    faults = iter(range(0, 10**6, 1000))
-    monkeypatch.setattr(kernel_timer, "_page_faults", lambda: next(faults))
-    assert kernel_timer._process_seconds(lambda: torch.zeros(4096), 1024) > 0
+@pytest.mark.parametrize(
+    ("seconds", "alone", "again"), [(3.0, True, False), (3.0, False, True), (1e-3, True, True)]
+)
+def test_what_took_long_when_its_memory_was_measured_runs_again_only_where_it_had_to_wait(
+    seconds: float, alone: bool, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter, ran = WorkspaceMeter("cpu", None), list[bool]()
+    timer = MeasuredCosts(meter, roofline(find_device("cpu")), None)
+    monkeypatch.setattr(meter, "run_of", lambda call: TimedRun(seconds, alone))
+    monkeypatch.setattr(kernel_timer, "_process_seconds", lambda *given: ran.append(True) or 2.0)
+    a, b, c = square(8)
+    assert timer.seconds(aten.mm.default, (a, b), {}, c) == (2.0 if again else seconds)
+    assert ran == [True] * again
+
+
+def test_a_measured_run_is_timed() -> None:
+    meter, (a, b, _) = WorkspaceMeter("cpu", None), square(64)
+    call = Call(aten.mm.default, (a, b), {})
+    assert meter.run_of(call) is None
+    meter.measure([call])
+    run = meter.run_of(call)
+    assert run is not None
+    assert run.seconds > 0
 
 
 def test_no_more_is_read_between_two_runs_than_the_step_holds() -> None:
@@ -152,13 +173,19 @@ def test_no_more_is_read_between_two_runs_than_the_step_holds() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_made_up_floats_differ_and_are_about_one(dtype: torch.dtype) -> None:
-    """Also in a storage that is longer than the values, and where dimensions are expanded or swapped."""
-    whole = torch.ones(300, 700, dtype=dtype)
-    for tensor in (whole.t(), torch.ones(1, 70, dtype=dtype).expand(5, 70)):
-        kernel_timer._vary(tensor)
-        assert tensor.unique().numel() > 30
-        assert float(tensor.min()) >= 0.5
-        assert float(tensor.max()) <= 1.5
-    for other in (torch.zeros(4, dtype=torch.long), torch.zeros(0), torch.zeros(3, dtype=torch.bool)):
-        kernel_timer._vary(other)
-        assert not other.any()
+    """Also in a storage that is longer than the values, and where dimensions are expanded or swapped; in
+    memory of the call before too."""
+    meter = WorkspaceMeter("cpu", None)
+    wide, thin = torch.ones(300, 700, dtype=dtype).t(), torch.ones(1, 70, dtype=dtype).expand(5, 70)
+    other, mask = torch.zeros(4, dtype=torch.long), torch.zeros(3, dtype=torch.bool)
+    for _ in range(2):
+        with meter.arguments(Call(aten.cat.default, ([wide, thin, other, mask],), {})) as (args, _kwargs):
+            for tensor in args[0][:2]:
+                assert tensor.unique().numel() > 30
+                assert float(tensor.min()) >= 0.5
+                assert float(tensor.max()) <= 1.0
+                tensor.zero_()
+            assert not args[0][2].any()
+            assert not args[0][3].any()
+            assert [made.stride() for made in args[0]] == [t.stride() for t in (wide, thin, other, mask)]
+    meter.let_go()
