@@ -395,7 +395,8 @@ def test_no_more_than_the_host_budget_is_sent(plan: Plan) -> None:
     )
     within = step.plan("70%")
     assert 0 < within.whole_step.host_bytes <= budget
-    assert within.solver.bound_seconds == within.no_recompute.seconds  # which no schedule undercuts
+    # The link carries the rest beside the step, so the bound is what the step takes.
+    assert within.solver.bound_seconds == pytest.approx(within.no_recompute.seconds)
     assert within.solver.bound_covers == "every schedule"
 
 
