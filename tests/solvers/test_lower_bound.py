@@ -57,8 +57,8 @@ def test_no_schedule_that_sends_is_below_the_bound_of_its_link(graph: Graph, see
 
 @pytest.mark.parametrize(("rate", "more"), [(25, 4), (50, 2), (100, 0)])
 def test_what_a_link_carries_is_not_run_again(rate: int, more: int) -> None:
-    """Of ten results of 100 bytes six must be gone: in the nine seconds behind the first a link carries as many
-    whole ones as it can, and each of the others takes a second."""
+    """Of ten results of 100 bytes six must be gone: in the nine seconds behind the first a link carries as
+    many whole ones as it can, and each of the others takes a second."""
     graph = chain(10)
     link = Link(rate, rate, [value.bytes for value in graph.values])
     assert lower_bound(graph, 400, link=link).seconds == pytest.approx(graph.base_seconds + more)
