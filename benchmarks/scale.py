@@ -172,6 +172,7 @@ def rows(case: str, parts: Iterable[str], path: Path) -> None:
     """Write parts of a case, in bytes, shares and tokens, as their figures are found."""
     found: Figures = json.loads(path.read_text()) if path.exists() else {"case": case}
     for part in parts:
+        found.pop("made", None)
         started = time.process_time()
 
         def note(part: str = part, started: float = started, **figures: Any) -> None:

@@ -30,7 +30,7 @@ _SHARES = 0.6, 1.0
 
 _SHARES_OF_BOUND = 0.8, 1.0
 """Of a link's bytes per second, for the programs that say what it carries within a budget."""
-_PROGRAM_SECONDS = 4.0
+_PROGRAM_SECONDS = 2.0
 """Wall seconds for each of these."""
 
 _BESIDE = 0.02
@@ -126,10 +126,15 @@ def _sent_by_bounds(prepared: Prepared, free: list[Packing], room: int) -> list[
 
 
 def bounded(prepared: Prepared, solved: Solved, room: int | None) -> Solved:
-    """An answer that sends results, with seconds that no schedule within the budget undercuts."""
+    """An answer that sends results, with seconds that no schedule within the budget undercuts.
+
+    Masks could also be kept as bits where they are; where there are any, the answer is left as it is.
+    """
     if room is None or solved.solution.bound_seconds is None or solved.bound_covers != "every schedule":
         return solved
     graph = prepared.problem.graph
+    if any(packing.host_bytes < graph.values[packing.value].bytes for packing in prepared.packings):
+        return solved
     link = link_of(graph, prepared.packings, prepared.device)
     proven = lower_bound(graph, room, link=link, time_limit=prepared.options.time_limit / 4).seconds
     seconds = min(proven, solved.solution.seconds)

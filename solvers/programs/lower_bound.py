@@ -234,9 +234,10 @@ def bound_at(
 
 
 def sent_by_bound(graph: Graph, budget: int, moment: BaseOp, link: Link, seconds: float) -> set[ValueId]:
-    """What a link has carried at a moment by the best point of its program, found in so many wall seconds."""
+    """What a link has carried at a moment by a point of its program that is nearly the best, found in so many
+    wall seconds."""
     program, sent = _program_at(graph, forward_uses(graph), budget, moment, True, link)
-    values = None if program is None else program.solve(time_limit=seconds, absolute_gap=1e-5).values
+    values = None if program is None else program.solve(time_limit=seconds, absolute_gap=SECONDS / 500).values
     return set() if values is None else {v for v, number in sent.items() if values[number] > 0.5}
 
 
