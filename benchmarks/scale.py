@@ -172,7 +172,8 @@ def rows(case: str, parts: Iterable[str], path: Path) -> None:
     """Write parts of a case, in bytes, shares and tokens, as their figures are found."""
     found: Figures = json.loads(path.read_text()) if path.exists() else {"case": case}
     for part in parts:
-        found.pop("made", None)
+        if part == "plans":
+            found.pop("made", None)
         started = time.process_time()
 
         def note(part: str = part, started: float = started, **figures: Any) -> None:
@@ -232,7 +233,7 @@ def line(found: Figures) -> str:
     tokens = " | ".join("" if length is None else f"{length:,}" for length in lengths)
     cells = gb(found.get("checkpointed")), share(found.get("checkpointed_overhead"))
     return (
-        f"| {found['case']} | {gb(found.get('resident'))} | {gb(found.get('unplanned'))} | {' '.join(cells)} "
+        f"| {found['case']}{', older' if 'made' in found else ''} | {gb(found.get('resident'))} | {gb(found.get('unplanned'))} | {' '.join(cells)} "
         f"| {planned(found, 'planned')} | {planned(found, 'alike')} "
         f"| {tokens} {share(found.get('longest_planned_overhead'))} |"
     )
