@@ -231,9 +231,10 @@ def line(found: Figures) -> str:
     """The row of a case without offload."""
     lengths = (found.get(f"longest_{way}") for way in ("unplanned", "checkpointed", "planned"))
     tokens = " | ".join("" if length is None else f"{length:,}" for length in lengths)
-    cells = gb(found.get("checkpointed")), share(found.get("checkpointed_overhead"))
+    name = f"{found['case']}, older" if "made" in found else found["case"]
+    by_hand = f"{gb(found.get('checkpointed'))} {share(found.get('checkpointed_overhead'))}"
     return (
-        f"| {found['case']}{', older' if 'made' in found else ''} | {gb(found.get('resident'))} | {gb(found.get('unplanned'))} | {' '.join(cells)} "
+        f"| {name} | {gb(found.get('resident'))} | {gb(found.get('unplanned'))} | {by_hand} "
         f"| {planned(found, 'planned')} | {planned(found, 'alike')} "
         f"| {tokens} {share(found.get('longest_planned_overhead'))} |"
     )
