@@ -103,8 +103,8 @@ def offers_to_send(
     points = set(articulation_values(graph, pinned_values(graph, forward_uses(graph))))
     connecting = [p for p in alone if p.handed or p.value in points]
     beside = [beside_compute(graph, free, share) for share in _SHARES]
-    if room is not None and (some := _sent_by_bounds(prepared, free, room)):
-        beside = [beside[0], *some]
+    if room is not None:
+        beside += [sent for sent in _sent_by_bounds(prepared, free, room) if sent not in beside]
     ways = [
         _priced(alone, 1.0),
         _priced(connecting, 1.0),
@@ -116,13 +116,14 @@ def offers_to_send(
 def _sent_by_bounds(prepared: Prepared, free: list[Packing], room: int) -> list[list[Packing]]:
     """What the programs of the lower bound send, by shares of the link."""
     graph, found = prepared.problem.graph, list[list[Packing]]()
+    limit = prepared.options.time_limit / 8
     for share in _SHARES_OF_BOUND:
         link = link_of(graph, free, prepared.device, share)
-        moment = lower_bound(graph, room, link=link, integer_seconds=0.0).moment
+        moment = lower_bound(graph, room, link=link, time_limit=limit, integer_seconds=0.0).moment
         if moment >= 0:
             sent = sent_by_bound(graph, room, moment, link, _PROGRAM_SECONDS)
             found.append([packing for packing in free if packing.value in sent])
-    return [packings for packings in found if packings]
+    return found
 
 
 def bounded(prepared: Prepared, solved: Solved, room: int | None) -> Solved:
