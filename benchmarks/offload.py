@@ -84,17 +84,15 @@ Not run: dynamic peaks over entry, in GB, and extra time over the step that reco
 of [the frontiers](frontier.md) at full size in single precision. V100: PCI Express 3.0, 15.75 GB/s each
 way; H100: 5.0, 63 GB/s. *By hand* is what blocks recomputed whole take, the same with their inputs on the
 host, and everything on the host; beside it are plans within that peak, recomputing alone and with
-`offload="host"`, and what the latter keep on the host. The last row has the least peaks of both. No schedule
-is faster than the step that recomputes nothing, so a plan with offload is at most its own extra time slower
-than possible.
+`offload="host"`, what no schedule within that peak undercuts, though it sends what the link carries (by the
+programs of `solvers/programs/lower_bound.py`; empty in rows that are older than these), and what the plans
+keep on the host. The last row has the least peaks of both.
 
 At the peak of recomputed blocks the transformers' extra time is at most half of that of recomputing alone,
-but for gpt on the V100: all that its link carries while the forward computes is sent there, and that is a
-quarter of what has to leave the device. Rows that are not here were not made; those of resnet, gpt2-xl,
-t5-base, llama-7b, and gpt and resnet-152 on the V100, are older than plans that send what connects blocks.
+but for gpt on the V100, where that is proven to be impossible. Rows that are not here were not made.
 
-| model | device | way | peak | by hand | recomputing alone | with offload | on the host |
-|---|---|---|---:|---:|---:|---:|---:|
+| model | device | way | peak | by hand | recomputing alone | with offload | at least | on the host |
+|---|---|---|---:|---:|---:|---:|---:|---:|
 """
 
 SIZES: dict[str, Any] = {
@@ -311,7 +309,9 @@ def _row(
         for p in (alone, both)
     ]
     there = "" if both is None or both.whole_step is None else f"{both.whole_step.host_bytes / GB:.2f}"
-    return f"| {name} | {device} | {way} | {peak} | {extra} | {times[0]} | {times[1]} | {there} |"
+    proven = None if both is None else both.solver.bound_seconds
+    least = "" if both is None or proven is None else f"{proven / both.no_recompute.seconds - 1:+.1%}"
+    return f"| {name} | {device} | {way} | {peak} | {extra} | {' | '.join(times)} | {least} | {there} |"
 
 
 def kept(rows: Path, name: str, made: Iterable[str]) -> None:

@@ -1,18 +1,21 @@
 """What one rank of a cluster takes to train Llama-3, without the cluster: FSDP2 on 8 and 64 H100.
 
-    python benchmarks/scale.py [--cases 8B-8,70B-64] [--out FOLDER] [--render]
-    python benchmarks/scale.py --cases 8B-8 --split loss auto --lengths 110592 131072
+    python benchmarks/scale.py [--cases 8B-8 70B-64] [--parts plans offload longest]
+                               [--rows docs/results/scale] [--out docs/results/scale.md]
+    python benchmarks/scale.py --split loss auto [--cases 8B-8] [--lengths 110592 131072]
 
-Models are on the meta device, so that no weight is in memory; everything is predicted. Rows are written as
-JSON, one file each. With --split a table is printed of sequences of such lengths, with losses (and MLPs) in
-pieces.
+Models are on the meta device, so that no weight is in memory; everything is predicted. The rows of a case are
+kept as JSON, part by part, and the tables of the page have all that are there. With --split sequences of such
+lengths are planned, with losses (and MLPs) in pieces. With ``--cases`` and no name only the page is made.
 """
 
 import argparse
 import itertools
 import json
+import re
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from planner.batch.interpolate import SizedSteps
 from planner.estimation.checkpointed import with_checkpoints
 from planner.estimation.estimate import prepared_step
 from planner.planning.options import SplitWhat, StepKeywords
+from planner.planning.prepared import Prepared
 from planner.planning.solve import plan_prepared
 
 BUDGET, SEQUENCE, UNIT = "80GB", 8192, 256
@@ -58,6 +62,11 @@ CASES = {
 """Shape, ranks, and the dtype of the shards, which is that of Adam's moments."""
 
 
+Figures = dict[str, Any]
+Note = Callable[..., None]
+"""What is called with figures as they are found."""
+
+
 def build(shape: str, dtype: torch.dtype) -> LlamaForCausalLM:
     """A model without weights."""
     config = LlamaConfig(
@@ -73,65 +82,114 @@ def words(length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def rows(case: str, path: Path) -> None:
-    """Write the figures of a case, in bytes, shares and tokens, as they are found."""
-    shape, parallel, dtype = CASES[case]
-    model, started = build(shape, dtype), time.process_time()
+def options_of(case: str, model: LlamaForCausalLM) -> StepKeywords:
+    """How a case is planned."""
+    _, parallel, dtype = CASES[case]
     # The default's temporaries are as large as the shards and a moment: in 70B on 8 ranks, 35 GB.
     adamw = torch.optim.AdamW(model.parameters(), foreach=False) if dtype == torch.bfloat16 else "adamw"
-    options: StepKeywords = {
-        "device": "H100", "optimizer": adamw, "outputs": "dropped", "parallel": parallel,
-    }  # fmt: skip
-    found: dict[str, Any] = {"case": case, "parallel": parallel, "shards": str(dtype)}
+    return {"device": "H100", "optimizer": adamw, "outputs": "dropped", "parallel": parallel}
 
-    def note(**figures: Any) -> None:
-        found.update(figures, process_seconds=round(time.process_time() - started))
-        path.write_text(json.dumps(found, indent=1) + "\n")
 
+def plans(case: str, _: Figures, note: Note) -> None:
+    """Checkpoints by hand, and plans that send nothing."""
+    model = build(CASES[case][0], CASES[case][2])
+    options = options_of(case, model)
     steps = SizedSteps(
-        lambda units, _: prepared_step("estimate", model, words(UNIT * units), None, None, options)
+        lambda units, like: prepared_step("estimate", model, words(UNIT * units), None, None, options)
     )
     whole, half = SEQUENCE // UNIT, SEQUENCE // UNIT // 2
     unplanned = steps.capture(whole).unplanned_bytes
     prepared = steps.prepared[whole]
     note(resident=prepared.resident.total, unplanned=unplanned)
-    _, checkpointed = with_checkpoints(prepared, [BLOCKS])
+    checkpointed = with_checkpoints(prepared, [BLOCKS])[1]
     note(checkpointed=checkpointed.total_bytes, checkpointed_overhead=checkpointed.overhead)
-    sending = planner.prepare(model, kwargs=words(SEQUENCE), offload="host", **options)._prepared
-    for way, step in (("", prepared), ("sending_", sending)):
-        for name, budget in (("planned", BUDGET), ("alike", checkpointed.total_bytes)):
-            try:
-                plan = plan_prepared(step, budget)
-                assert plan.whole_step is not None
-                note(**{way + name: plan.whole_step.total_bytes, f"{way}{name}_overhead": plan.overhead})
-                note(**{f"{way}{name}_host": plan.whole_step.host_bytes})
-            except planner.InfeasibleBudget as error:
-                note(**{f"{way}{name}_least": error.minimum_bytes})
+    budgets(prepared, "", checkpointed.total_bytes, note)
     shorter = steps.capture(half).unplanned_bytes
-    _, small = with_checkpoints(steps.prepared[half], [BLOCKS])
+    small = with_checkpoints(steps.prepared[half], [BLOCKS])[1]
     note(
         longest_unplanned=_longest(unplanned, shorter),
         longest_checkpointed=_longest(checkpointed.total_bytes, small.total_bytes),
     )
+
+
+def offload(case: str, found: Figures, note: Note) -> None:
+    """Plans that send results to the host, and where nothing fits the states that are never sent."""
+    model = build(CASES[case][0], CASES[case][2])
+    options = options_of(case, model)
+    sending = planner.prepare(model, kwargs=words(SEQUENCE), **options | {"offload": "host"})._prepared
+    there, least = sending.resident, plan_prepared(sending, "min")
+    assert least.whole_step is not None
+    note(
+        sending_min=least.whole_step.total_bytes,
+        sending_min_overhead=least.overhead,
+        sending_min_host=least.whole_step.host_bytes,
+        sending_min_allocated=least.whole_step.allocated_bytes,
+        shards=there.parameter_bytes + there.buffer_bytes,
+        moments=there.optimizer_bytes,
+        gradients=sending.problem.final_bytes,
+    )
+    budgets(sending, "sending_", found["checkpointed"], note)
+
+
+def budgets(step: Prepared, way: str, checkpointed: int, note: Note) -> None:
+    """Plans for the device, and for what checkpoints take."""
+    for name, budget in (("planned", BUDGET), ("alike", checkpointed)):
+        try:
+            plan = plan_prepared(step, budget)
+            assert plan.whole_step is not None
+            figures = {"": plan.whole_step.total_bytes, "_overhead": plan.overhead}
+            note(**{way + name + end: figure for end, figure in figures.items()})
+            note(**{f"{way}{name}_host": plan.whole_step.host_bytes})
+        except planner.InfeasibleBudget as error:
+            note(**{f"{way}{name}_least": error.minimum_bytes})
+
+
+def longest(case: str, _: Figures, note: Note) -> None:
+    """The longest sequence that is planned."""
+    model = build(CASES[case][0], CASES[case][2])
     try:
-        longest = planner.max_batch(
-            model, lambda units: words(UNIT * units), BUDGET, max_overhead=None, start=whole, **options
+        batch = planner.max_batch(
+            model,
+            lambda units: words(UNIT * units),
+            BUDGET,
+            max_overhead=None,
+            start=SEQUENCE // UNIT,
+            **options_of(case, model),
         )
-        note(longest_planned=UNIT * longest.batch, longest_planned_overhead=longest.plan.overhead)
+        note(longest_planned=UNIT * batch.batch, longest_planned_overhead=batch.plan.overhead)
     except planner.InfeasibleBudget:
         note(longest_planned=0)
 
 
+PARTS: dict[str, Callable[[str, Figures, Note], None]] = {
+    "plans": plans,
+    "offload": offload,
+    "longest": longest,
+}
+
+
+def rows(case: str, parts: Iterable[str], path: Path) -> None:
+    """Write parts of a case, in bytes, shares and tokens, as their figures are found."""
+    found: Figures = json.loads(path.read_text()) if path.exists() else {"case": case}
+    for part in parts:
+        if part == "plans":
+            found.pop("made", None)
+        started = time.process_time()
+
+        def note(part: str = part, started: float = started, **figures: Any) -> None:
+            found.update(figures)
+            found[f"{part}_process_seconds"] = round(time.process_time() - started)
+            path.write_text(json.dumps(found, indent=1) + "\n")
+
+        PARTS[part](case, found, note)
+
+
 def in_pieces(case: str, split: SplitWhat, length: int) -> str:
     """A line of the table of plans with pieces."""
-    shape, parallel, dtype = CASES[case]
     started = time.process_time()
-    model, given = build(shape, dtype), words(length)
-    options: StepKeywords = {
-        "device": "H100", "optimizer": "adamw", "outputs": "dropped", "parallel": parallel,
-    }  # fmt: skip
+    model, given = build(CASES[case][0], CASES[case][2]), words(length)
     try:
-        plan = planner.plan(model, kwargs=given, budget=BUDGET, split=split, **options)
+        plan = planner.plan(model, kwargs=given, budget=BUDGET, split=split, **options_of(case, model))
         assert plan.whole_step is not None
         takes, extra = f"{plan.whole_step.total_bytes / 1e9:.2f}", f"{plan.overhead:+.1%}"
     except planner.InfeasibleBudget as error:
@@ -149,62 +207,86 @@ def _longest(whole: int, half: int) -> int:
     return max(0, int((SEQUENCE + left / a_token) // UNIT * UNIT))
 
 
-def render(figures: list[dict[str, Any]]) -> str:
-    """The table, as Markdown."""
+def gb(value: int | None) -> str:
+    """Bytes in GB."""
+    return "" if value is None else f"{value / 1e9:.1f}"
 
-    def gb(value: int | None) -> str:
-        return "" if value is None else f"{value / 1e9:.1f}"
 
-    def share(value: float | None) -> str:
-        return "" if value is None else f"{100 * value:+.1f}%"
+def share(value: float | None) -> str:
+    """Extra time."""
+    return "" if value is None else f"{100 * value:+.1f}%"
 
-    lines = [
-        "| case | resident | unplanned | checkpoint per block | planned for 80 GB | at the checkpoints' "
-        "bytes | the same, with offload | longest unplanned | longest with checkpoints | longest planned |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for found in figures:
 
-        def plan(name: str, found: dict[str, Any] = found) -> str:
-            if f"{name}_least" in found:
-                return f"does not fit: the least is {gb(found[f'{name}_least'])}"
-            host = gb(found.get(f"{name}_host") or None)
-            there = f", {host} on the host" if host else ""
-            return f"{gb(found.get(name))} {share(found.get(f'{name}_overhead'))}{there}"
+def planned(found: Figures, name: str) -> str:
+    """A cell about a plan."""
+    if f"{name}_least" in found:
+        return f"does not fit: the least is {gb(found[f'{name}_least'])}"
+    host = gb(found.get(f"{name}_host") or None)
+    return f"{gb(found.get(name))} {share(found.get(f'{name}_overhead'))}" + (
+        f", {host} on the host" if host else ""
+    )
 
-        lengths = (found.get(f"longest_{way}") for way in ("unplanned", "checkpointed", "planned"))
-        tokens = " | ".join("" if length is None else f"{length:,}" for length in lengths)
-        if found.get("longest_planned"):
-            tokens += f" {share(found['longest_planned_overhead'])}"
-        lines.append(
-            f"| {found['case']} | {gb(found['resident'])} | {gb(found['unplanned'])} | "
-            f"{gb(found.get('checkpointed'))} {share(found.get('checkpointed_overhead'))} | "
-            f"{plan('planned')} | {plan('alike')} | "
-            f"{plan('sending_planned')}; {plan('sending_alike')} | {tokens} |"
-        )
-    return "\n".join(lines)
+
+def line(found: Figures) -> str:
+    """The row of a case without offload."""
+    lengths = (found.get(f"longest_{way}") for way in ("unplanned", "checkpointed", "planned"))
+    tokens = " | ".join("" if length is None else f"{length:,}" for length in lengths)
+    name = f"{found['case']}, older" if "made" in found else found["case"]
+    by_hand = f"{gb(found.get('checkpointed'))} {share(found.get('checkpointed_overhead'))}"
+    return (
+        f"| {name} | {gb(found.get('resident'))} | {gb(found.get('unplanned'))} | {by_hand} "
+        f"| {planned(found, 'planned')} | {planned(found, 'alike')} "
+        f"| {tokens} {share(found.get('longest_planned_overhead'))} |"
+    )
+
+
+def sent_line(found: Figures) -> str:
+    """The row of a case with offload; what its states leave of the device, beside all but activations."""
+    names = "shards", "moments", "gradients"
+    beside = found["sending_min"] - found["sending_min_allocated"]
+    left = 80 * 10**9 - sum(found[name] for name in names) - beside
+    cells = *(gb(found[name]) for name in names), gb(beside), gb(left)
+    return (
+        f"| {found['case']} | {planned(found, 'sending_planned')} | {planned(found, 'sending_alike')} "
+        f"| {planned(found, 'sending_min')} | {' | '.join(cells)} |"
+    )
+
+
+def page(text: str, folder: Path) -> str:
+    """The page, its tables made of all rows that are there."""
+    paths = [folder / f"{case}.json" for case in CASES]
+    found = [json.loads(path.read_text()) for path in paths if path.exists()]
+    pieces = folder / "pieces.json"
+    tables = (
+        [line(each) for each in found if "planned_least" in each or "planned" in each],
+        [sent_line(each) for each in found if "sending_min" in each],
+        json.loads(pieces.read_text()) if pieces.exists() else [],
+    )
+    heads = list(re.finditer(r"(?m)^[|]-.*\n((?:[|].*\n)*)", text))
+    for head, lines in reversed(list(zip(heads, tables, strict=True))):
+        text = text[: head.start(1)] + "".join(f"{each}\n" for each in lines) + text[head.end(1) :]
+    return text
 
 
 def main() -> None:
-    """Make rows, or the table of the rows that there are."""
+    """Make rows, and the page of the rows that there are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--cases", default=",".join(c for c in CASES if "tiny" not in c))
-    parser.add_argument("--out", type=Path, default=Path("out/scale"))
-    parser.add_argument("--render", action="store_true", help="only print the table of the rows in --out")
+    parser.add_argument("--cases", nargs="*", default=[c for c in CASES if "tiny" not in c], choices=[*CASES])
+    parser.add_argument("--parts", nargs="+", default=[*PARTS], choices=[*PARTS])
+    parser.add_argument("--rows", type=Path, default=Path("docs/results/scale"))
+    parser.add_argument("--out", type=Path, default=Path("docs/results/scale.md"))
     parser.add_argument("--split", nargs="+", choices=["loss", "auto"], help="plan the --lengths in pieces")
     parser.add_argument("--lengths", nargs="+", type=int, default=[110_592], help="tokens")
     given = parser.parse_args()
+    given.rows.mkdir(parents=True, exist_ok=True)
     if given.split:
-        print("| case | tokens | split | GB | extra time | planned in |\n|---|---|---|---|---|---|")
-        for case, length, split in itertools.product(given.cases.split(","), given.lengths, given.split):
-            print(in_pieces(case, split, length), flush=True)
-        return
-    given.out.mkdir(parents=True, exist_ok=True)
-    if not given.render:
-        for case in given.cases.split(","):
-            rows(case, given.out / f"{case}.json")
-    there = [given.out / f"{case}.json" for case in CASES]
-    print(render([json.loads(path.read_text()) for path in there if path.exists()]))
+        made = itertools.product(given.cases, given.lengths, given.split)
+        lines = [in_pieces(case, split, length) for case, length, split in made]
+        (given.rows / "pieces.json").write_text(json.dumps(lines, indent=1) + "\n")
+    else:
+        for case in given.cases:
+            rows(case, given.parts, given.rows / f"{case}.json")
+    given.out.write_text(page(given.out.read_text(), given.rows))
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ from planner.planning.prepared import Prepared
 from planner.problem.build import Problem
 from planner.problem.encodings import PackedProblem, Packing, packed
 from planner.problem.link import overlapped
-from planner.problem.offload import alone_in_size, beside_compute, within_host_budget
+from planner.problem.offload import alone_in_size, beside_compute, link_of, within_host_budget
 from solvers.model.arrays import Schedule
 from solvers.model.constraints import Constraints
 from solvers.model.cut_points import articulation_values, forward_uses, pinned_values
 from solvers.model.schedule import simulate
 from solvers.model.solution import Solution, Status
+from solvers.programs.lower_bound import lower_bound, sent_by_bound
 
 _LEAST_SHARE = 0.02
 """Results of ReLU that together take less of the unplanned step's memory are not worth solving again."""
@@ -26,6 +27,11 @@ _LEAST_MASKS = 1 / 5000
 
 _SHARES = 0.6, 1.0
 """Of the time of forward and backward, in which the link carries what is sent."""
+
+_SHARES_OF_BOUND = 0.8, 1.0
+"""Of a link's bytes per second, for the programs that say what it carries within a budget."""
+_PROGRAM_SECONDS = 2.0
+"""Wall seconds for each of these."""
 
 _BESIDE = 0.02
 """Share of a transfer's time that counts where the link carries it while the step computes: of schedules that
@@ -76,15 +82,18 @@ def _free(prepared: Prepared, constraints: Constraints) -> list[Packing]:
     return [p for p in prepared.packings if not pinned[p.value]]
 
 
-def offers_to_send(prepared: Prepared, constraints: Constraints) -> list[PackedProblem]:
+def offers_to_send(
+    prepared: Prepared, constraints: Constraints, room: int | None = None
+) -> list[PackedProblem]:
     """The problems in which results may be sent to the host; none without ``offload``.
 
     In the first one all may be, and count the time that they take by themselves: it reaches the least peaks.
     In the second those may be that alone connect what is before them with what is behind, as the inputs of
-    blocks, and the rest is made again from them. In the others these take longest to make again for their
-    bytes, as many as the link carries while the step computes, or in a share of that time, so that compute
-    waits little. A result that may be sent is not made again, nor are others of the same operation, which
-    stay; where these are large, the first two problems make all of them again.
+    blocks, and the rest is made again from them. In the others these are what the link carries while the step
+    computes, so that compute waits little: those that take longest to make again for their bytes, and those
+    that the programs of the lower bound send, which weigh sending against what is made again within ``room``.
+    A result that may be sent is not made again, nor are others of the same operation, which stay; where these
+    are large, the first two problems make all of them again.
     """
     if prepared.options.offload == "none":
         return []
@@ -93,9 +102,44 @@ def offers_to_send(prepared: Prepared, constraints: Constraints) -> list[PackedP
     alone = alone_in_size(graph, free)
     points = set(articulation_values(graph, pinned_values(graph, forward_uses(graph))))
     connecting = [p for p in alone if p.handed or p.value in points]
-    beside = [_priced(beside_compute(graph, free, share), _BESIDE) for share in _SHARES]
-    ways = [_priced(alone, 1.0), _priced(connecting, 1.0), *beside]
+    beside = [beside_compute(graph, free, share) for share in _SHARES]
+    if room is not None:
+        beside += [sent for sent in _sent_by_bounds(prepared, free, room) if sent not in beside]
+    ways = [
+        _priced(alone, 1.0),
+        _priced(connecting, 1.0),
+        *(_priced(packings, _BESIDE) for packings in beside),
+    ]
     return [packed(prepared.problem, some, if_unpacked=True) for some in ways if some]
+
+
+def _sent_by_bounds(prepared: Prepared, free: list[Packing], room: int) -> list[list[Packing]]:
+    """What the programs of the lower bound send, by shares of the link."""
+    graph, found = prepared.problem.graph, list[list[Packing]]()
+    limit = prepared.options.time_limit / 8
+    for share in _SHARES_OF_BOUND:
+        link = link_of(graph, free, prepared.device, share)
+        moment = lower_bound(graph, room, link=link, time_limit=limit, integer_seconds=0.0).moment
+        if moment >= 0:
+            sent = sent_by_bound(graph, room, moment, link, _PROGRAM_SECONDS)
+            found.append([packing for packing in free if packing.value in sent])
+    return found
+
+
+def bounded(prepared: Prepared, solved: Solved, room: int | None) -> Solved:
+    """An answer that sends results, with seconds that no schedule within the budget undercuts.
+
+    Masks could also be kept as bits where they are; where there are any, the answer is left as it is.
+    """
+    if room is None or solved.solution.bound_seconds is None or solved.bound_covers != "every schedule":
+        return solved
+    graph = prepared.problem.graph
+    if any(packing.host_bytes < graph.values[packing.value].bytes for packing in prepared.packings):
+        return solved
+    link = link_of(graph, prepared.packings, prepared.device)
+    proven = lower_bound(graph, room, link=link, time_limit=prepared.options.time_limit / 4).seconds
+    seconds = min(proven, solved.solution.seconds)
+    return replace(solved, solution=replace(solved.solution, bound_seconds=seconds))
 
 
 def _priced(packings: Iterable[Packing], price: float) -> list[Packing]:

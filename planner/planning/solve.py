@@ -13,6 +13,7 @@ from planner.planfile.plan import PlanRecord, WholeStep
 from planner.planning.encodings import (
     Solved,
     better,
+    bounded,
     fits,
     followed,
     keeps_everything,
@@ -186,7 +187,7 @@ def _solved(
     """
     options, problem = prepared.options, prepared.problem
     offer = offered(prepared, constraints)
-    sending = offers_to_send(prepared, constraints)
+    sending = offers_to_send(prepared, constraints, room)
 
     def solve(
         graph: Graph,
@@ -260,7 +261,7 @@ def _solved(
                 reporting = part_of(report, number * part, (number + 1) * part)
                 solved = better(solved, packing(more, reporting, room=least, share=share), least)
                 least = solved.solution.peak_bytes if room is None else room
-        return solved
+        return bounded(prepared, solved, room) if sending else solved
 
     ways = [_Way(problem.graph, without), _Way(offer.problem.graph, partial(packing, offer))]
     if room is not None and options.solver == portfolio.NAME:

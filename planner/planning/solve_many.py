@@ -8,6 +8,7 @@ from planner.planfile.budget import Budget
 from planner.planning.encodings import (
     Solved,
     better,
+    bounded,
     followed,
     keeps_everything,
     offered,
@@ -64,13 +65,14 @@ def solve_many(
     more = [i for i, solved in enumerate(plain) if not keeps_everything(solved)]
     for i in more:
         room = rooms[i]
-        offers = offers_to_send(prepared, constraints(graph))
+        offers = offers_to_send(prepared, constraints(graph), room)
         if offers:
             plain[i] = replace(plain[i], bound_covers="schedules that send nothing")
         for sending in offers if room is not None else offers[:1]:  # the first reaches the least peaks
             given, limit = constraints(sending.problem.graph), time_limit / 4 / len(more)
             (answer,) = _solutions(prepared, sending, [wanted[i]], given, (), limit, progress)
             plain[i] = better(plain[i], followed(prepared, sending, answer), room)
+        plain[i] = bounded(prepared, plain[i], room) if offers else plain[i]
     if offer is None or not more:
         return _monotone(plain, rooms)
     answers = _solutions(

@@ -86,9 +86,10 @@ def within_budget(
             break
         if attempt == MOST_ATTEMPTS - 1 or time.perf_counter() > end:
             break
-        solution = solve(room, max(end - time.perf_counter(), 1.0))
+        # Half of what is left: one that took all would leave nothing between it and the least peak.
+        solution = solve(room, max((end - time.perf_counter()) / 2, 1.0))
     if fitting is None and lowest is None:
-        solution = solve(0, max(end - time.perf_counter(), 1.0))
+        solution = solve(0, max(end - time.perf_counter(), time_limit / 8, 1.0))
         total = total_bytes(solution.schedule)
         if total <= budget_bytes:
             fitting = replace(solution, status=Status.FEASIBLE, bound_seconds=bound)

@@ -28,6 +28,7 @@ from planner.problem.build import Problem
 from planner.problem.encodings import Packing, find_packings
 from solvers.model.graph import Graph
 from solvers.model.indices import BaseOp, numbered
+from solvers.programs.lower_bound import Link
 
 LEAST_BYTES = 64 << 10
 """Smaller results are not worth the two calls."""
@@ -155,6 +156,14 @@ def within_host_budget(packings: Iterable[Packing], budget: int | None) -> list[
             kept.append(packing)
             total += packing.host_bytes
     return kept
+
+
+def link_of(graph: Graph, packings: Iterable[Packing], device: Device, share: float = 1.0) -> Link:
+    """The link of a device, at a share of its bytes per second, for what can be sent."""
+    sizes = [0] * len(graph.values)
+    for packing in packings:
+        sizes[packing.value] = packing.host_bytes
+    return Link(share * device.to_host, share * device.from_host, sizes)
 
 
 def alone_in_size(graph: Graph, packings: Iterable[Packing]) -> list[Packing]:

@@ -20,6 +20,17 @@ Where all operations before t lead to it and all behind it follow from it, as th
 one output has just been differentiated, the order of the others does not matter: the bound then holds
 for every order in which the step can be computed (:func:`holds_for_every_order`).
 
+With a link, results may be on a host at t as well. What is there was sent behind what makes it, and is
+fetched behind t, before what reads it, unless that comes from a re-run:
+
+    hold[v] + sent[v] + rerun[producer(v)] >= ...   in both rows above,
+    sum of bytes(v) sent[v] <= to_host * (seconds from i to t + before)   of v made from i on, for some i,
+    sum of bytes(v) (sent[v] - rerun[producer(v)])
+        <= from_host * (seconds from t to j + after + all re-runs)        of v read until j, for some j,
+
+where ``before`` and ``after`` are seconds that the step takes longer before t, and waits behind it. Both add
+to its time.
+
 Not tight: several moments may together ask for more than each of them alone.
 """
 
@@ -47,6 +58,8 @@ MOST_INTEGER = 15_000
 """Programs of more variables are not solved as integer programs, for the same reason."""
 MORE_MOMENTS = 24
 """How many moments are tried for a schedule that is above the bound in the end."""
+LINK_ROWS = 40
+"""How many moments bound what a link carries until them, and from them on."""
 INTEGER_SECONDS = 2.0
 """Wall seconds that the integer program gets."""
 
@@ -68,6 +81,20 @@ NOT_BOUNDED = Bound(0.0, CAPTURED_ORDER)
 """Nothing is proven."""
 
 
+@dataclass(frozen=True)
+class Link:
+    """A way to a host.
+
+    Attributes:
+        to_host, from_host: Bytes per second, each way.
+        bytes: By value, how many of them it takes; 0 where it cannot be sent.
+    """
+
+    to_host: float
+    from_host: float
+    bytes: Per[ValueId, int]
+
+
 def lower_bound(
     graph: Graph,
     budget: int,
@@ -75,6 +102,7 @@ def lower_bound(
     moments: int = 4,
     time_limit: float | None = None,
     integer_seconds: float = INTEGER_SECONDS,
+    link: Link | None = None,
 ) -> Bound:
     """The best bound over up to ``moments`` moments, the highest points of the captured order.
 
@@ -84,6 +112,7 @@ def lower_bound(
         moments: How many moments to try.
         time_limit: Wall seconds for everything.
         integer_seconds: Wall seconds, of these, for the integer program; 0 leaves it out.
+        link: Where results may be sent; the bound then holds for schedules that send them, too.
 
     Returns:
         A bound that holds for every schedule, however often it recomputes.
@@ -102,23 +131,30 @@ def lower_bound(
         remaining = left()
         if remaining is not None and remaining <= 0:
             return best
-        seconds = bound_at(graph, uses, budget, moment, remaining)
+        seconds = bound_at(graph, uses, budget, moment, remaining, link=link)
         if seconds > best.seconds:
             best = Bound(seconds, moment)
         if np.isinf(seconds):
             return best
     remaining = left()
     most = integer_seconds if remaining is None else min(integer_seconds, remaining)
-    return tightened(graph, budget, best, most, uses)
+    return tightened(graph, budget, best, most, uses, link)
 
 
 def tightened(
-    graph: Graph, budget: int, bound: Bound, seconds: float, uses: ForwardUses | None = None
+    graph: Graph,
+    budget: int,
+    bound: Bound,
+    seconds: float,
+    uses: ForwardUses | None = None,
+    link: Link | None = None,
 ) -> Bound:
     """The better of a bound and that of its moment's integer program, solved for ``seconds`` wall seconds."""
     if bound.moment < 0 or seconds <= 0 or np.isinf(bound.seconds):
         return bound
-    proven = bound_at(graph, uses or forward_uses(graph), budget, bound.moment, seconds, integer=True)
+    proven = bound_at(
+        graph, uses or forward_uses(graph), budget, bound.moment, seconds, integer=True, link=link
+    )
     return Bound(max(bound.seconds, proven), bound.moment)
 
 
@@ -183,8 +219,36 @@ def bound_at(
     time_limit: float | None,
     *,
     integer: bool = False,
+    link: Link | None = None,
 ) -> float:
     """The bound that one moment proves, in seconds of the whole step."""
+    program, _ = _program_at(graph, uses, budget, moment, integer, link)
+    if program is None:
+        return graph.base_seconds
+    answer = program.solve(relax=not integer, time_limit=time_limit, absolute_gap=1e-5)
+    if answer.outcome is Outcome.INFEASIBLE:
+        return float("inf")
+    if not np.isfinite(answer.bound):
+        return graph.base_seconds
+    return graph.base_seconds + max(0.0, answer.bound * (1 - 1e-7) / _scale(graph))
+
+
+def sent_by_bound(graph: Graph, budget: int, moment: BaseOp, link: Link, seconds: float) -> set[ValueId]:
+    """What a link has carried at a moment by a point of its program that is nearly the best, found in so many
+    wall seconds."""
+    program, sent = _program_at(graph, forward_uses(graph), budget, moment, True, link)
+    values = None if program is None else program.solve(time_limit=seconds, absolute_gap=SECONDS / 500).values
+    return set() if values is None else {v for v, number in sent.items() if values[number] > 0.5}
+
+
+def _scale(graph: Graph) -> float:
+    return SECONDS / max(graph.base_seconds, 1e-30)
+
+
+def _program_at(
+    graph: Graph, uses: ForwardUses, budget: int, moment: BaseOp, integer: bool, link: Link | None
+) -> tuple[Program | None, dict[ValueId, Variable]]:
+    """The program of a moment, None where it is too large, and its variables of what is sent."""
     op = graph.ops[moment]
     held = np.zeros(len(graph.values), dtype=bool)
     held[list(op.inputs)] = True
@@ -192,11 +256,12 @@ def bound_at(
     held[values[(graph.producer[values] <= moment) & (until >= moment)]] = True
     computed = (graph.producer >= 0) & (graph.producer < moment)
     later = computed & (uses.last_any > moment)
-    fixed_values = held | (later & (graph.recompute_row < 0))
+    sendable = np.array([0] * len(graph.values) if link is None else link.bytes)
+    fixed_values = held | (later & (graph.recompute_row < 0) & (sendable == 0))
     fixed = int(graph.bytes[fixed_values].sum()) + int(graph.workspace_bytes[moment])
     fixed += sum(int(graph.bytes[v]) for v in op.outputs if not held[v] and not graph.on_demand[v])
     program = Program()
-    scale = SECONDS / max(graph.base_seconds, 1e-30)
+    scale = _scale(graph)
     unit = max(1.0, budget / 1e4)
     # Lists, which are read one by one in a fraction of the time that arrays take.
     table, seconds, is_later = graph.walk_table, graph.seconds.tolist(), later.tolist()
@@ -209,13 +274,16 @@ def bound_at(
     in_time = _InTime.behind(graph, moment)
     producer = listed(BaseOp, graph.producer)
     hold: dict[ValueId, Variable] = {}
+    sent: dict[ValueId, Variable] = {}
     memory: dict[Variable, float] = {}
     decided = computed & ~fixed_values & (graph.producer < graph.forward_length)
     for v in listed(ValueId, np.flatnonzero(decided)):
         hold[v] = program.variable(integer=integer)
         memory[hold[v]] = sizes[v]
+        if sendable[v]:
+            sent[v] = program.variable(integer=integer)
         if is_later[v]:
-            terms = {hold[v]: 1.0}
+            terms = {hold[v]: 1.0} | ({sent[v]: 1.0} if v in sent else {})
             if in_time.for_base_operations(v):
                 terms[rerun[producer[v]]] = 1.0
             program.row(terms, low=1.0)
@@ -224,20 +292,47 @@ def bound_at(
             continue
         for v in table.inputs[graph.rerun(i)]:
             if v in hold:
-                terms = {hold[v]: 1.0, rerun[i]: -1.0}
+                terms = {hold[v]: 1.0, rerun[i]: -1.0} | ({sent[v]: 1.0} if v in sent else {})
                 if in_time.for_reruns_of(table.region[i], v):
                     terms[rerun[producer[v]]] = 1.0
                 program.row(terms, low=0.0)
     program.row(memory, high=(budget - fixed) / unit)
+    if link is not None and sent:
+        _link_rows(program, graph, moment, link, sent, rerun, scale)
     most = MOST_VARIABLES if len(in_time.begins) <= 1 else MOST_VARIABLES_OF_GRAPHS
-    if len(program.cost) > (MOST_INTEGER if integer else most):
-        return graph.base_seconds
-    answer = program.solve(relax=not integer, time_limit=time_limit, absolute_gap=1e-5)
-    if answer.outcome is Outcome.INFEASIBLE:
-        return float("inf")
-    if not np.isfinite(answer.bound):
-        return graph.base_seconds
-    return graph.base_seconds + max(0.0, answer.bound * (1 - 1e-7) / scale)
+    small_enough = len(program.cost) <= (MOST_INTEGER if integer else most)
+    return program if small_enough else None, sent
+
+
+def _link_rows(
+    program: Program,
+    graph: Graph,
+    moment: BaseOp,
+    link: Link,
+    sent: dict[ValueId, Variable],
+    rerun: list[Variable],
+    scale: float,
+) -> None:
+    """What a link carries before a moment and behind it; seconds are multiplied by ``scale``."""
+    ends = np.cumsum(graph.seconds[: graph.base_length]) * scale
+    longer_before, longer_after = (program.variable(1.0, high=np.inf) for _ in range(2))
+    last = graph.base_length
+    first_read = {v: min((r for r in graph.consumers[v] if r > moment), default=last) for v in sent}
+    every = max(1, len(sent) // LINK_ROWS)
+    terms = {longer_before: -1.0}
+    for number, v in enumerate(sorted(sent, key=lambda v: -graph.producer[v]), 1):
+        terms[sent[v]] = link.bytes[v] / link.to_host * scale
+        if number % every == 0 or number == len(sent):
+            begin = ends[moment] - graph.seconds[moment] * scale
+            program.row(terms, high=float(begin - ends[graph.producer[v]]))
+    terms = {longer_after: -1.0}
+    terms |= {rerun[i]: -graph.seconds[graph.rerun(i)] * scale for i in graph.forward_ops}
+    for number, v in enumerate(sorted(sent, key=lambda v: first_read[v]), 1):
+        seconds, again = link.bytes[v] / link.from_host * scale, rerun[graph.producer[v]]
+        terms[sent[v]] = seconds
+        terms[again] -= seconds
+        if number % every == 0 or number == len(sent):
+            program.row(terms, high=float(ends[first_read[v] - 1] - ends[moment]))
 
 
 @dataclass(frozen=True)

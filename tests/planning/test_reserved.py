@@ -174,6 +174,19 @@ def test_what_reserves_too_much_is_planned_for_less() -> None:
     assert asked == [920, 905, 960, 980]  # the last two see whether more fits between 915 and 1000
 
 
+def test_a_solver_that_takes_all_its_time_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a busy machine: the second answer is still over by a little, and the least is far below."""
+    now, reserves = [0.0], {1000: 1080, 915: 1010, 900: 990, 500: 600}
+    monkeypatch.setattr("planner.planning.within_budget.time.perf_counter", lambda: now[0])
+
+    def solve(room: int, seconds: float) -> Solution:
+        now[0] += 1.1 * seconds  # with what judging the answer takes
+        return solution(max((peak for peak in reserves if peak <= room), default=500))
+
+    found = within_budget(solution(1000), 1000, lambda s: reserves[int(s[0])], solve, time_limit=60)
+    assert found.peak_bytes == 900
+
+
 def test_of_schedules_of_nearly_the_same_time_the_one_that_takes_less_is_chosen() -> None:
     reserves = {10_000: 10_800, 9_100: 9_999, 9_099: 9_500}
     answers = iter([9_100, 9_099])

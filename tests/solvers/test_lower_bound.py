@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from solvers import Graph, portfolio, recompute, simulate
 from solvers.model.cut_points import forward_uses
-from solvers.programs.lower_bound import at_more_moments, bound_at, holds_for_every_order, lower_bound
+from solvers.model.schedule import crosses, lifetimes
+from solvers.programs.lower_bound import (
+    Link,
+    at_more_moments,
+    bound_at,
+    holds_for_every_order,
+    lower_bound,
+)
 from tests.graphs import Forward, chain, graphs, random_dag, training_graph, transformer
 
 pytestmark = pytest.mark.usefixtures("no_hurry")
@@ -21,6 +28,40 @@ def test_no_schedule_is_below_the_bound(graph: Graph, seed: int) -> None:
     kept = np.random.default_rng(seed).random(len(graph.values)) < 0.6
     timeline = simulate(graph, recompute(graph, kept))
     assert lower_bound(graph, timeline.peak_bytes).seconds <= timeline.seconds + 1e-6
+
+
+@settings(deadline=None)
+@given(graphs(most=20), st.integers(0, 2**20), st.sampled_from([3.0, 30.0, 300.0]))
+def test_no_schedule_that_sends_is_below_the_bound_of_its_link(graph: Graph, seed: int, rate: float) -> None:
+    """Results are sent one after the other once they are made, and fetched as late as they can be, beside
+    a step that waits for nothing; in between they are gone."""
+    draw = np.random.default_rng(seed)
+    schedule = recompute(graph, draw.random(len(graph.values)) < 0.8)
+    lives, timeline = lifetimes(graph, schedule), simulate(graph, schedule)
+    ends, held, gone = np.cumsum(graph.seconds[schedule]), timeline.step_bytes.copy(), []
+    sizes = [value.bytes if draw.random() < 0.7 else 0 for value in graph.values]
+    out, back = 0.0, timeline.seconds
+    for v, made in zip(lives.value[crosses(graph, lives)], lives.start[crosses(graph, lives)], strict=True):
+        reads = [n for n, row in enumerate(schedule) if v in graph.ops[row].inputs and n > made]
+        first = next((n for n in reads if n >= graph.forward_length), None)
+        if first is not None and graph.values[v].held_until is None and draw.random() < 0.7:
+            out = max(out, ends[made]) + sizes[v] / rate
+            gone.append((first, out, max([made, *(n for n in reads if n < graph.forward_length)]), v))
+    for first, sent, last, v in sorted(gone, reverse=True):
+        back = min(back, ends[first - 1]) - sizes[v] / rate
+        steps = np.arange(last + 1, first)
+        held[steps[(ends[steps - 1] >= sent) & (ends[steps] <= back)]] -= sizes[v]
+    bound = lower_bound(graph, int(held.max()), link=Link(rate, rate, sizes))
+    assert bound.seconds <= timeline.seconds + 1e-6
+
+
+@pytest.mark.parametrize(("rate", "more"), [(25, 4), (50, 2), (100, 0)])
+def test_what_a_link_carries_is_not_run_again(rate: int, more: int) -> None:
+    """Of ten results of 100 bytes six must be gone: in the nine seconds behind the first a link carries as
+    many whole ones as it can, and each of the others takes a second."""
+    graph = chain(10)
+    link = Link(rate, rate, [value.bytes for value in graph.values])
+    assert lower_bound(graph, 400, link=link).seconds == pytest.approx(graph.base_seconds + more)
 
 
 @settings(deadline=None)
