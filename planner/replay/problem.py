@@ -14,7 +14,7 @@ root, which are gathered then.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -376,25 +376,40 @@ class _Builder:
         self.calls_of[row_of_event[row.event]] = tuple(calls)
         states = [self._states[c] for c in calls if c in self._states]
         calls_made = [self._call_of(c) for c in calls]
-        if not (writers or states or more_seconds or self._number_bytes(calls_made[0])):
+        before = self._repeatable.read_before_writes(row.event)
+        if not (writers or states or more_seconds or before or self._number_bytes(calls_made[0])):
             return None
+        makers = sorted(set(before.values()))
         reads = {
             self.value_of[s]
-            for c in calls
+            for c in (*makers, *calls)
             for s in self.saved.made[c].operands
-            if s in self.value_of and s not in own
+            if s in self.value_of and s not in own and s not in before
         }
-        ops = [base[row_of_event[c]] for c in calls]
+        ops = [base[row_of_event[c]] for c in (*makers, *calls)]
         extra = self._state_bytes() if states else 0
+        held, first = 0, 0  # what is there for this run alone: behind the makers, and at most while these run
+        for maker in makers:
+            makes = self.events[maker].allocates
+            first = max(
+                first, held + self._bytes_of(makes) + memories[self._call_of(maker)].workspace_bytes
+            )
+            held += self._bytes_of([s for s in makes if s in before])
         return replace(
             row.op,
             inputs=(*sorted(reads), *states),
             outputs=row.made,
             seconds=sum(op.seconds for op in ops) + len(ops) * more_seconds,
-            workspace_bytes=max(memories[c].workspace_bytes for c in calls_made) + extra,
+            workspace_bytes=max(
+                max(memories[c].workspace_bytes for c in calls_made) + extra + held,
+                first - self._bytes_of(own),
+            ),
             replay=None,
             writes=(),
         )
+
+    def _bytes_of(self, storages: Iterable[int]) -> int:
+        return sum(round_bytes(self.device, self.values[self.value_of[s]].bytes) for s in storages)
 
     def _call_of(self, event: int) -> int:
         call = self.events[event].call

@@ -30,6 +30,8 @@ class Call:
         operands: For each tensor argument the slot that it lies in; -1: it is held itself.
         results: The results that are slots: position among the results, slot, whether the plan keeps it.
         written: Slots that it writes.
+        before: The calls that run again right before it, for it alone, each with the slots that it reads of
+            them: what is in these is written over later.
     """
 
     recorded: bool
@@ -37,6 +39,7 @@ class Call:
     results: tuple[tuple[int, int, bool], ...]
     written: tuple[int, ...]
     packs: tuple[int, int] | None = None
+    before: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(slots=True)
@@ -48,13 +51,13 @@ class Run:
         bits: The slot of the bits that are unpacked instead; -1: none.
         store: Results that are used later: position among the results, slot.
         free: Slots that nobody uses behind it.
-        last: Whether it is the last time.
+        done: The calls that run for the last time.
     """
 
     calls: tuple[int, ...]
     store: tuple[tuple[int, int], ...]
     free: tuple[int, ...]
-    last: bool = False
+    done: tuple[int, ...] = ()
     bits: int = -1
 
 
@@ -156,7 +159,7 @@ class _Maker:
         dropped = {a.save for a in self.asked}
         dropped -= {a.save for a in self.asked if not self._is_run_again(a.instance)}
         saves = [value if save in dropped else -1 for save, value in enumerate(wiring.saves)]
-        recorded = {c for _, p in self.reruns if p not in self.bits for c in self._calls_of(p)}
+        recorded = {c for _, p in self.reruns if p not in self.bits for c in self._noted_for(p)}
         slots, kept = self._slots()
         calls = [self._call(p, recorded, slots, kept) for p in range(len(wiring.operators))]
         rows = [self.row_of.get(op, -1) for op in wiring.ids]
@@ -243,13 +246,25 @@ class _Maker:
         values = (v for v in self.results[position] if v >= 0)
         return (position, *sorted({w for v in values for w in self.writers.get(v, ())}))
 
+    def _before(self, position: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The calls that run again right before a run's first, as it reads what is written over later."""
+        own, found = set(self.results[position]), dict[int, list[int]]()
+        for value in dict.fromkeys(self.operands[position]):
+            if value not in own and max(self.writers.get(value, ()), default=-1) > position:
+                found.setdefault(self.maker[value], []).append(value)
+        return tuple((maker, tuple(values)) for maker, values in sorted(found.items()))
+
+    def _noted_for(self, position: int) -> tuple[int, ...]:
+        """All calls that a run consists of."""
+        return (*(maker for maker, _ in self._before(position)), *self._calls_of(position))
+
     def _read_by(self, position: int) -> Iterator[int]:
         """The values that a run reads, but for what no counted call made: a run's arguments hold that."""
         if position in self.bits:
             yield self.bits[position]
             return
-        own = set(self.results[position])
-        for call in self._calls_of(position):
+        own = {*self.results[position], *(v for _, values in self._before(position) for v in values)}
+        for call in self._noted_for(position):
             yield from (v for v in self.operands[call] if v in self.maker and v not in own)
 
     def _slots(self) -> tuple[set[int], set[int]]:
@@ -258,6 +273,8 @@ class _Maker:
         slots = {v for _, position in self.reruns for v in self.results[position] if v >= 0}
         kept = set[int]()
         for step, position in self.reruns:
+            if position not in self.bits:
+                slots.update(v for _, values in self._before(position) for v in values)
             for value in self._read_by(position):
                 slots.add(value)
                 instance = self._instance(value, step)
@@ -314,7 +331,12 @@ class _Maker:
             (value, start): i
             for i, (value, start) in enumerate(zip(self.value_of, self.start_of, strict=True))
         }
-        last_run = {position: step for step, position in self.reruns}
+        last_run = {
+            call: step
+            for step, position in self.reruns
+            if position not in self.bits
+            for call in self._noted_for(position)
+        }
         for step, position in self.reruns:
             entry = next((e for e in entries if e > step), None)
             if entry is None:
@@ -328,7 +350,7 @@ class _Maker:
                 self._calls_of(position),
                 tuple(store),
                 tuple(free_at.get(step, ())),
-                last_run[position] == step,
+                tuple(c for c in self._noted_for(position) if last_run.get(c) == step),
                 self.bits.get(position, -1),
             )
             program.runs.setdefault(trigger[entry], []).append(run)
@@ -356,7 +378,8 @@ class _Maker:
         if position not in recorded and not results and max(written, default=-1) < 0:
             return None
         operands = tuple(v if v in slots else -1 for v in self.operands[position])
-        return Call(position in recorded, operands, results, written)
+        again = position in recorded
+        return Call(again, operands, results, written, before=self._before(position) if again else ())
 
 
 def _check(program: Program) -> None:
@@ -377,11 +400,13 @@ def _check(program: Program) -> None:
         for run in program.runs.get(save, ()):
             need(run.bits, f"save {save}")
             own = set[int]()
-            for position in run.calls if run.bits < 0 else ():
+            first = calls[run.calls[0]]
+            before = {} if first is None or run.bits >= 0 else dict(first.before)
+            for position in (*before, *run.calls) if run.bits < 0 else ():
                 call = calls[position]
                 if call is None or not call.recorded:
                     raise PlanFileError(f"plan: replay: call {position} runs again and is not noted")
-                own.update(slot for _, slot, _ in call.results)
+                own.update(before.get(position, (slot for _, slot, _ in call.results)))
                 for slot in call.operands:
                     if slot not in own:
                         need(slot, f"call {position}, which runs again,")
