@@ -35,6 +35,24 @@ measured at other times and beside other work, so that single ones say little.\
 """.splitlines()
 
 
+_REASONS = """\
+Bytes that are alive at the predicted peak, by reason, each with the operators that made most of them. They
+add up to it. By reason, what graphs do otherwise:
+
+- *read or made by the operator*: graphs write the gradient of an activation over the one that it is given,
+  where that is read no more. Autograd makes a new one.
+- *made in the backward, held by its node*: a formula of autograd's holds its own intermediate results until
+  it returns, as that of `pow` does. Graphs let go of each behind its last reader.
+- *made in the backward, read later*: gradients on their way. Where the model has checkpoints of its own, also
+  what these make again, which a replayed plan leaves to them.
+- *held by Python*: a local variable of the model's forward has it until the function returns. Graphs do not
+  know of variables.
+- *not made again*: the reason is that of `planner/replay/repeatable.py`.
+- *left by the step*: outputs and gradients, in both ways.
+- *made again*, *kept by the plan*, *states of generators*: the solver's choice.\
+""".splitlines()
+
+
 class Planned(NamedTuple):
     """A model planned in one of the two ways: process seconds, and by budget KiB and extra time, as text."""
 
@@ -112,8 +130,28 @@ def markdown(rows: dict[str, dict[str, Any]], graphs: dict[str, Planned], made: 
     for name in names:
         cells = [*_cells(replays[name]), *_cells(graphs.get(name, Planned(0.0, {}, "")))]
         lines.append("| " + " | ".join([name, *cells]) + " |")
+    if least:
+        lines += ["", *_explained({name: least[name] for name in far}, graphs, rows)]
     notes = [f"- `{name}`: {one_line(text)}" for name in names for text in _said(rows[name])]
     return "\n".join([*lines, "", *(["## What was said", "", *notes, ""] if notes else [])])
+
+
+def _explained(
+    far: dict[str, float], graphs: dict[str, Planned], rows: dict[str, dict[str, Any]]
+) -> Iterator[str]:
+    """What is alive at the least peaks that are far above those by graphs."""
+    yield from ["## What is alive at the least peaks that are far from those by graphs", "", *_REASONS, ""]
+    for name, ratio in far.items():
+        result = rows[name]["budgets"]["min"]
+        more = result["measured_bytes"] - int(1024 * graphs[name].peaks["min"][0])
+        if (found := result.get("at_peak")) is None:
+            continue
+        parts = [
+            f"{count:,} {reason}" + (f" ({', '.join(found['of'][reason])})" if reason in found["of"] else "")
+            for reason, count in found["bytes"].items()
+        ]
+        yield f"- `{name}`: {ratio:.2f} times, {more:,} bytes more. At {found['operator']}:"
+        yield f"  {'; '.join(parts)}. Together {sum(found['bytes'].values()):,}"
 
 
 def _cells(planned: Planned) -> list[str]:

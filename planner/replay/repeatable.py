@@ -8,8 +8,7 @@ keeps of what an activation in place writes.
 
 from bisect import bisect_left
 
-from planner._torch import operators
-from planner.replay.calls import can_run_again
+from planner.replay.calls import can_run_again, draws
 from planner.replay.recorder import Saved
 from planner.replay.units import ROOT
 from planner.training_step.recorder import Event
@@ -51,7 +50,9 @@ class Repeatable:
         asked for."""
         saved = self._saved
         early = "the forward itself asks for it"
-        kept = {saved.saves[number].storage: early for number, at in saved.unpacked if at < saved.forward_events}
+        kept = {
+            saved.saves[number].storage: early for number, at in saved.unpacked if at < saved.forward_events
+        }
         rows = [i for i, made in enumerate(saved.made) if self._events[i].allocates or made.written]
         units: dict[int, set[int]] = {}  # by row: those whose nodes ask before it, and behind the one before
         for number, at in saved.unpacked:
@@ -124,7 +125,7 @@ class Repeatable:
                 and storage not in self._saved.unseen
                 and storage not in self._saved.unsure
                 and self._why_not_alone(maker, frozenset(self._events[maker].allocates), {}) is None
-                and not operators.may_draw(self._saved.operators[self._saved.made[maker].position])
+                and not draws(self._saved.operators[self._saved.made[maker].position])
             ):
                 found[storage] = maker
         return found

@@ -66,7 +66,7 @@ class Convolutions(nn.Module):
 
 
 class Copies(nn.Module):
-    """Activations in place of which autograd keeps a copy of what they write over; one layer may be left out."""
+    """Activations in place, of which autograd keeps a copy of what they write over."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,6 +239,46 @@ def test_copies_of_what_is_written_over_are_made_again_in_any_order() -> None:
             assert _same(model, eager, step), step
         model.left_out = eager.left_out = 1
         assert _same(model, eager, lambda one: one(x).backward())
+
+
+class _Beside(nn.Module):
+    """Returns, beside its loss, what its loss is not computed of; it begins at an output that is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+        self.others = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = torch.tanh(self.first(x))
+        drawn = y + torch.randn_like(y)
+        z = self.norm(drawn)
+        for layer in self.others:
+            z = F.hardswish(F.gelu(layer(z)) + z, inplace=True)
+        return y.square().mean(), drawn, z
+
+
+def test_what_no_node_asks_for_is_dropped_and_made_on_demand() -> None:
+    torch.manual_seed(0)
+    model, x = _Beside(), torch.randn(64, 64)
+    eager = copy.deepcopy(model)
+    step = planner.prepare(model, (x,), loss=lambda out: out[0], backend="replay", costs="roofline")
+    for budget in ("75%", "min"):
+        plan = step.plan(budget)
+        report = planner.verify(model, (x,), plan=plan, loss=lambda out: out[0], repeats=0)
+        assert report.ok, report.problems
+        assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+        # Without the four layers' results, each of 16 KiB, of which autograd saves three a layer.
+        dropped = plan.baseline.dynamic_peak_bytes - plan.no_recompute.dynamic_peak_bytes
+        assert dropped > 9 * x.nbytes
+        plan.apply(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert _same(model, eager, lambda one: one(x)[0].backward())
+        with pytest.warns(planner.PlanWarning, match="as for one of several losses"):
+            assert _same(model, eager, lambda one: one(x)[2].square().mean().backward())
+        assert _same(model, eager, lambda one: sum(out.sum() for out in one(x)).backward())
+        planner.remove(model)
 
 
 def test_a_layer_that_is_frozen_or_reads_another_value_is_noticed() -> None:
