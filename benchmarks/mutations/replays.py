@@ -112,6 +112,13 @@ REPLAYS = [
         (f"{_TESTS}::test_whatever_a_file_says_of_calls_gradients_are_eagers",),
     ),
     Mutation(
+        "made-before-it-is-written-over",
+        "What a call reads that is written over later is made for it alone where it runs again.",
+        "The call holds the tensor, and finds it written over.",
+        (Change(_SLOTS, "for maker, made in call.before if maker in self.recipes", "for _, made in ()"),),
+        (f"{_TESTS}::test_copies_of_what_is_written_over_are_made_again_in_any_order",),
+    ),
+    Mutation(
         "kept-on-another-path",
         "On another path what no noted call makes is not let go of.",
         "A backward asks for it again, and there is nothing to make it of.",
