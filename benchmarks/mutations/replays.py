@@ -28,7 +28,7 @@ REPLAYS = [
         "settings-of-what-runs-again",
         "What runs again runs as PyTorch was set when it ran first.",
         "It runs as PyTorch is set in the backward.",
-        (Change(_BACKWARD, "            if recipe.settings == self._now:\n", "            if True:\n"),),
+        (Change(_BACKWARD, "        if recipe.settings == self._now:\n", "        if True:\n"),),
         (f"{_TESTS}::test_what_runs_again_runs_as_pytorch_was_set",),
     ),
     Mutation(
