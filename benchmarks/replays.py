@@ -2,7 +2,7 @@
 
     python benchmarks/zoo.py --backend replay --results out/zoo-replay.jsonl
     python benchmarks/replays.py [--replays out/zoo-replay.jsonl] [--graphs docs/zoo.md]
-                                 [--out docs/results/replay.md]
+                                 [--earlier docs/results/replay.md] [--out docs/results/replay.md]
 
 Nothing is run: the results of the zoo are read, and for graphs its page.
 """
@@ -32,6 +32,24 @@ of [the zoo](../zoo.md) by graphs. Peaks are what was measured, in KiB over what
 begins; each is compared with its prediction, and each step with the unplanned one, bit for bit. *extra* is
 the predicted time of what runs again. Seconds are process seconds until a step can be solved; the two were
 measured at other times and beside other work, so that single ones say little.\
+""".splitlines()
+
+
+_REASONS = """\
+Bytes that are alive at the predicted peak, by reason, each with the operators that made most of them. They
+add up to it. By reason, what graphs do otherwise:
+
+- *read or made by the operator*: graphs write the gradient of an activation over the one that it is given,
+  where that is read no more. Autograd makes a new one.
+- *made in the backward, held by its node*: a formula of autograd's holds its own intermediate results until
+  it returns, as that of `pow` does. Graphs let go of each behind its last reader.
+- *made in the backward, read later*: gradients on their way. Where the model has checkpoints of its own, also
+  what these make again, which a replayed plan leaves to them.
+- *held by Python*: a local variable of the model's forward has it until the function returns. Graphs do not
+  know of variables.
+- *not made again*: the reason is that of `planner/replay/repeatable.py`.
+- *left by the step*: outputs and gradients, in both ways.
+- *made again*, *kept by the plan*, *states of generators*: the solver's choice.\
 """.splitlines()
 
 
@@ -69,13 +87,32 @@ def by_replays(row: dict[str, Any]) -> Planned:
     return Planned(row.get("capture_seconds", 0.0), peaks, verdict(row))
 
 
-def markdown(rows: dict[str, dict[str, Any]], graphs: dict[str, Planned], made: int) -> str:
-    """Both as a page of the documentation."""
-    there = [name for name in zoo.everything() if name in rows]
-    names = [name for name in there if "ModuleNotFoundError" not in rows[name].get("failed", "")]
-    replays = {name: by_replays(rows[name]) for name in names}
+def of_page(page: str) -> dict[str, Planned]:
+    """The replays of a page that :func:`markdown` made."""
+    found: dict[str, Planned] = {}
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if line.startswith("|") and len(cells) == 13 and cells[0] != "model" and set(cells[0]) != {"-"}:
+            there = {text: cells[2 + 2 * i : 4 + 2 * i] for i, text in enumerate(BUDGETS)}
+            peaks = {
+                text: (float(peak.replace(",", "")), extra) for text, (peak, extra) in there.items() if peak
+            }
+            found[cells[0]] = Planned(float(cells[1] or 0), peaks, cells[6])
+    return found
+
+
+def markdown(
+    rows: dict[str, dict[str, Any]], graphs: dict[str, Planned], made: int, earlier: dict[str, Planned]
+) -> str:
+    """Both as a page of the documentation; models that have no row are as on an earlier page."""
+    there = [name for name in zoo.everything() if name in rows or name in earlier]
+    missing = {name for name, row in rows.items() if "ModuleNotFoundError" in row.get("failed", "")}
+    names = [name for name in there if name not in missing]
+    replays = {name: by_replays(rows[name]) if name in rows else earlier[name] for name in names}
     verdicts = [replays[name].verdict for name in names]
+    rows = {name: rows.get(name, {}) for name in names}
     said = [name for name in names if rows[name].get("warnings")]
+    before = sum(not row for row in rows.values())
     least = {
         name: replays[name].peaks["min"][0] / graphs[name].peaks["min"][0]
         for name in names
@@ -94,6 +131,11 @@ def markdown(rows: dict[str, dict[str, Any]], graphs: dict[str, Planned], made: 
         f"- {len(names)} models of {made} were run: "
         + ", ".join(f"{verdicts.count(word)} {word}" for word in dict.fromkeys(verdicts))
         + (f"; {len(there) - len(names)} need packages that were not there" if there != names else ""),
+        *(
+            [f"- {before} of the rows are of an earlier page, of states before the last changes"]
+            if before
+            else []
+        ),
         f"- {len(said)} were warned of{': ' + ', '.join(said) if said else ''}",
     ]
     if least:
@@ -112,8 +154,28 @@ def markdown(rows: dict[str, dict[str, Any]], graphs: dict[str, Planned], made: 
     for name in names:
         cells = [*_cells(replays[name]), *_cells(graphs.get(name, Planned(0.0, {}, "")))]
         lines.append("| " + " | ".join([name, *cells]) + " |")
+    if least:
+        lines += ["", *_explained({name: least[name] for name in far}, graphs, rows)]
     notes = [f"- `{name}`: {one_line(text)}" for name in names for text in _said(rows[name])]
     return "\n".join([*lines, "", *(["## What was said", "", *notes, ""] if notes else [])])
+
+
+def _explained(
+    far: dict[str, float], graphs: dict[str, Planned], rows: dict[str, dict[str, Any]]
+) -> Iterator[str]:
+    """What is alive at the least peaks that are far above those by graphs."""
+    yield from ["## What is alive at the least peaks that are far from those by graphs", "", *_REASONS, ""]
+    for name, ratio in far.items():
+        result = rows[name].get("budgets", {}).get("min", {})
+        if (found := result.get("at_peak")) is None:
+            continue
+        more = result["measured_bytes"] - int(1024 * graphs[name].peaks["min"][0])
+        parts = [
+            f"{count:,} {reason}" + (f" ({', '.join(found['of'][reason])})" if reason in found["of"] else "")
+            for reason, count in found["bytes"].items()
+        ]
+        yield f"- `{name}`: {ratio:.2f} times, {more:,} bytes more. At {found['operator']}:"
+        yield f"  {'; '.join(parts)}. Together {sum(found['bytes'].values()):,}"
 
 
 def _cells(planned: Planned) -> list[str]:
@@ -134,9 +196,11 @@ def main() -> None:
     parser.add_argument("--replays", type=Path, default=ROOT / "out" / "zoo-replay.jsonl")
     parser.add_argument("--graphs", type=Path, default=ROOT / "docs" / "zoo.md")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "replay.md")
+    parser.add_argument("--earlier", type=Path, help="an earlier page, for models that have no results")
     options = parser.parse_args()
+    earlier = {} if options.earlier is None else of_page(options.earlier.read_text())
     graphs = by_graphs(options.graphs.read_text())
-    options.out.write_text(markdown(load(options.replays), graphs, len(zoo.everything())))
+    options.out.write_text(markdown(load(options.replays), graphs, len(zoo.everything()), earlier))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
+from benchmarks.at_peak import at_peak
 from benchmarks.one_by_one import ROOT, load, run_each, work
 from benchmarks.zoo_variants import VARIANTS, Variant
 from planner.errors import PlanWarning
@@ -38,6 +39,7 @@ from planner.planning.make_plan import make_plan
 from planner.planning.options import PlanOptions
 from planner.planning.prepare import prepare
 from planner.planning.solve import room_bytes
+from planner.replay.problem import ReplayProblem
 from planner.training_step.step import Step
 from planner.user_plan import Plan
 from planner.verification.verify import NOT_TWICE
@@ -135,6 +137,8 @@ def _measure(
             "not_twice": never_the_same(report.problems),
             "problems": report.problems[:3],
         }
+        if isinstance(prepared.problem, ReplayProblem):
+            row["budgets"][text]["at_peak"] = at_peak(prepared, solution.schedule)
 
 
 def _built(name: str, device: str) -> zoo.Built:

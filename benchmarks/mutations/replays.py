@@ -28,7 +28,7 @@ REPLAYS = [
         "settings-of-what-runs-again",
         "What runs again runs as PyTorch was set when it ran first.",
         "It runs as PyTorch is set in the backward.",
-        (Change(_BACKWARD, "            if recipe.settings == self._now:\n", "            if True:\n"),),
+        (Change(_BACKWARD, "        if recipe.settings == self._now:\n", "        if True:\n"),),
         (f"{_TESTS}::test_what_runs_again_runs_as_pytorch_was_set",),
     ),
     Mutation(
@@ -110,6 +110,13 @@ REPLAYS = [
         "A backward ends with an error about what it was handed before.",
         (Change("planner/replay/program.py", "        _check(program)\n", ""),),
         (f"{_TESTS}::test_whatever_a_file_says_of_calls_gradients_are_eagers",),
+    ),
+    Mutation(
+        "made-before-it-is-written-over",
+        "What a call reads that is written over later is made for it alone where it runs again.",
+        "The call holds the tensor, and finds it written over.",
+        (Change(_SLOTS, "for maker, made in call.before if maker in self.recipes", "for _, made in ()"),),
+        (f"{_TESTS}::test_copies_of_what_is_written_over_are_made_again_in_any_order",),
     ),
     Mutation(
         "kept-on-another-path",

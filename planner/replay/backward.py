@@ -1,6 +1,6 @@
 """The backward of a followed step: what runs again as the plan says, or because a node asks for it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -89,9 +89,8 @@ class Backward:
                     self._run(run)
                     if not keep:
                         self._let_go(run.free)
-                        if run.last and self.followed:
-                            for call in run.calls:
-                                self._slots.recipes.pop(call, None)
+                        for call in run.done if self.followed else ():
+                            self._slots.recipes.pop(call, None)
 
     def _run(self, run: Run) -> None:
         slots = self._slots
@@ -108,29 +107,36 @@ class Backward:
 
     def _results(self, calls: Sequence[int], others: dict[int, torch.Tensor] | None = None) -> list[Any]:
         """The results of a call and of those that write over them."""
-        made: list[Any] = []
         own: dict[int, torch.Tensor] = {} if others is None else others
-        for number, position in enumerate(calls):
-            recipe = self._slots.recipe(position)
-            args = [self._given(a, own) for a in recipe.args]
-            kwargs = {k: self._given(v, own) for k, v in recipe.kwargs.items()} if recipe.kwargs else {}
-            func = recipe.func
-            if is_batch_norm(func):
-                args = list(without_statistics(tuple(args)))
-            if func is torch.ops.aten.mkldnn_rnn_layer.default:
-                func = partial(with_reserve, func)
-            elif recipe.state is not None:
-                func = partial(run_from_state, *recipe.state, func)
-            if recipe.settings == self._now:
-                out = func(*args, **kwargs)
-            else:
-                with set_as(recipe.settings):
-                    out = func(*args, **kwargs)
-            if number == 0:
-                made = [out] if isinstance(out, torch.Tensor) else list(results_of(out))
-                if len(calls) > 1:
-                    own = {**own, **{slot: made[j] for j, slot, _ in self._call(position).results}}
+        for position, slots in self._call(calls[0]).before:
+            first = self._out(position, own)
+            own = {**own, **{slot: first[j] for j, slot, _ in self._call(position).results if slot in slots}}
+            del first
+        made = self._out(calls[0], own)
+        if len(calls) > 1:
+            own = {**own, **{slot: made[j] for j, slot, _ in self._call(calls[0]).results}}
+            for position in calls[1:]:
+                self._out(position, own)
         return made
+
+    def _out(self, position: int, own: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        """What one call returns that runs again."""
+        recipe = self._slots.recipe(position)
+        args = [self._given(a, own) for a in recipe.args]
+        kwargs = {k: self._given(v, own) for k, v in recipe.kwargs.items()} if recipe.kwargs else {}
+        func = recipe.func
+        if is_batch_norm(func):
+            args = list(without_statistics(tuple(args)))
+        if func is torch.ops.aten.mkldnn_rnn_layer.default:
+            func = partial(with_reserve, func)
+        elif recipe.state is not None:
+            func = partial(run_from_state, *recipe.state, func)
+        if recipe.settings == self._now:
+            out = func(*args, **kwargs)
+        else:
+            with set_as(recipe.settings):
+                out = func(*args, **kwargs)
+        return list(results_of(out))
 
     def _call(self, position: int) -> Call:
         call = self._calls[position]
@@ -160,7 +166,7 @@ class Backward:
         order = self._order(slot)
         read_last: dict[int, int] = {slot: len(self._calls)}
         for position, every in order.items():
-            for look in (look for c in every for look in among(self._slots.recipe(c), Look)):
+            for look in (look for c in every for look in self._read_by(c)):
                 read_last[look.slot] = max(read_last.get(look.slot, -1), position)
         found: dict[int, torch.Tensor] = {}
         self._now = settings()
@@ -176,12 +182,19 @@ class Backward:
                     del found[s]
         return found[slot]
 
+    def _read_by(self, position: int) -> Iterator[Look]:
+        """The noted values that a call reads, with the calls that run right before it, for it alone."""
+        before = dict(self._call(position).before)
+        own = {slot for slots in before.values() for slot in slots}
+        for call in (*before, position):
+            yield from (look for look in among(self._slots.recipe(call), Look) if look.slot not in own)
+
     def _order(self, slot: int) -> dict[int, list[int]]:
         """The calls that make a value and what that needs, in order, each with those that write over it."""
         needed, pending = {slot}, [slot]
         while pending:
             for position in self._makers[pending.pop()]:
-                for look in among(self._slots.recipe(position), Look):
+                for look in self._read_by(position):
                     if look.slot not in needed and self._slots.there(look.slot) is None:
                         needed.add(look.slot)
                         pending.append(look.slot)

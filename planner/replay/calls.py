@@ -124,6 +124,15 @@ def written_operands(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 @functools.cache
+def draws(func: Any) -> bool:
+    """Whether an operator draws random numbers, or may. Attention on the CPU is declared to, and draws none:
+    with dropout PyTorch makes it of other operators."""
+    return operators.may_draw(func) and operators.name_of(func) != (
+        "aten::_scaled_dot_product_flash_attention_for_cpu"
+    )
+
+
+@functools.cache
 def can_run_again(func: Any) -> bool:
     """Whether a second call, with the same arguments and generator state, gives the same results and has no
     other effect, as far as the operator itself is concerned."""

@@ -212,6 +212,8 @@ def find_masks(
 
 def fills_storage(tensor: torch.Tensor) -> bool:
     """Whether a tensor is all that lies in its storage, each element once."""
+    if tensor.layout is not torch.strided:
+        return False
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         return False
     expected = 1

@@ -7,6 +7,9 @@ of the backward are outside of any region, as code between graphs is.
 A storage of the forward lives until Python lets go of it, whatever the plan says. Where the plan keeps it for
 a node it lives until autograd lets go of it, which is modelled as a read by the last row of that node.
 
+A tensor that autograd saves and no node of the step asks for, as of an output that the loss does not use, is
+dropped where it can be made of what is there to the end: a backward of another loss makes it on demand.
+
 Where ``fully_shard`` shards parts of the module, each of its units is a region: a call of a unit runs again
 only where nodes of that unit ask, and what units other than the root hand to others is kept. So whatever is
 made again, in whatever order a backward asks for it, reads parameters of the unit whose nodes run, and of the
@@ -14,7 +17,7 @@ root, which are gathered then.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -31,6 +34,7 @@ from planner.heap import made_to_stay
 from planner.planfile.replay_record import ReplayRecord
 from planner.problem.build import Problem
 from planner.problem.rows import Source
+from planner.replay.calls import draws
 from planner.replay.capture import ReplayedStep
 from planner.replay.recorder import Made
 from planner.replay.repeatable import Repeatable
@@ -79,7 +83,7 @@ class Wiring:
     Attributes:
         ids: For each position the operation of the graph; -1 for a call that is none.
         operands, results, written: By position, the values of tensors; -1 for what is no value.
-        saves: For each save its value; -1 where there is none, or it may not be made again.
+        saves: For each save its value; -1 where there is none, or it is kept whatever the plan says.
         begun, saved_bytes: For each save how many calls have begun by then, and the bytes of its memory.
         grad_switches: The positions at which gradients are switched off and on, by turns.
         asked: The saves that nodes ask for, in order.
@@ -211,6 +215,7 @@ class _Builder:
         again = [self._repeatable.may_run_again(index) for index in range(len(events))]
         remade = {s for index, event in enumerate(events) if again[index] for s in event.allocates}
         self._remade = remade
+        self._unasked = self._find_unasked(again)
         entries = self._entries()
         released: dict[int, set[int]] = {}  # by event: the storages that autograd lets go of after it
         for save in saved.saves:
@@ -240,6 +245,31 @@ class _Builder:
         sizes = [storage.bytes for storage in self.storages]
         self.replayed.structure = hashlib.sha256(names.encode()).hexdigest()
         self.replayed.fingerprint = hashlib.sha256(f"{names} {sizes}".encode()).hexdigest()
+
+    def _find_unasked(self, again: Sequence[bool]) -> set[int]:
+        """The saves that no node asks for and that are made on demand if a backward of another loss does: of
+        what is there to the end, without states of generators that the problem would have to count."""
+        if self.saved.unit_of:  # by then their parameters need not be gathered
+            return set()
+        made, writers = self.saved.made, self._repeatable.writers
+        found = {s for s, storage in enumerate(self.storages) if storage.died_after is None}
+        for index, event in enumerate(self.events):
+            if not again[index]:
+                continue
+            before = self._repeatable.read_before_writes(index)
+            calls = [*before.values(), index, *(w for s in event.allocates for w in writers.get(s, ()))]
+            reads = {s for c in calls for s in made[c].operands if s >= 0}
+            states = self._state_bytes() and any(map(self._draws, calls))
+            if not states and reads <= found.union(before, event.allocates):
+                found.update(event.allocates)
+        return {
+            number
+            for number, save in enumerate(self.saved.saves)
+            if save.storage in found & self._remade
+            and self.storages[save.storage].died_after is not None
+            and not save.unpacked
+            and all(made[w].position < save.begun for w in writers.get(save.storage, ()))
+        }
 
     def _entries(self) -> dict[int, set[int]]:
         """By event the storages that nodes ask for right before it, of those that can be made again."""
@@ -305,7 +335,7 @@ class _Builder:
 
     def _draws(self, index: int) -> bool:
         made = self.saved.made[index]
-        return made.position >= 0 and operators.may_draw(self.saved.operators[made.position])
+        return made.position >= 0 and draws(self.saved.operators[made.position])
 
     def _state_bytes(self) -> int:
         return generator_state_bytes("cpu") if self.device.kind == "cpu" else 0
@@ -319,8 +349,10 @@ class _Builder:
     def _hold(self) -> None:
         """Say how long each storage lives that operations do not hold alone."""
         kept: dict[int, list[int | None]] = {}
-        for save in self.saved.saves:
-            if save.storage >= 0 and (save.storage not in self._remade or not save.unpacked):
+        for number, save in enumerate(self.saved.saves):
+            if save.storage < 0 or number in self._unasked:
+                continue
+            if save.storage not in self._remade or not save.unpacked:
                 kept.setdefault(save.storage, []).append(save.released)
         end = len(self.rows) - 1
         for storage, value in self.value_of.items():
@@ -376,25 +408,38 @@ class _Builder:
         self.calls_of[row_of_event[row.event]] = tuple(calls)
         states = [self._states[c] for c in calls if c in self._states]
         calls_made = [self._call_of(c) for c in calls]
-        if not (writers or states or more_seconds or self._number_bytes(calls_made[0])):
+        before = self._repeatable.read_before_writes(row.event)
+        if not (writers or states or more_seconds or before or self._number_bytes(calls_made[0])):
             return None
+        makers = sorted(set(before.values()))
         reads = {
             self.value_of[s]
-            for c in calls
+            for c in (*makers, *calls)
             for s in self.saved.made[c].operands
-            if s in self.value_of and s not in own
+            if s in self.value_of and s not in own and s not in before
         }
-        ops = [base[row_of_event[c]] for c in calls]
+        ops = [base[row_of_event[c]] for c in (*makers, *calls)]
         extra = self._state_bytes() if states else 0
+        held, first = 0, 0  # what is there for this run alone: behind the makers, and at most while these run
+        for maker in makers:
+            makes = self.events[maker].allocates
+            first = max(first, held + self._bytes_of(makes) + memories[self._call_of(maker)].workspace_bytes)
+            held += self._bytes_of([s for s in makes if s in before])
         return replace(
             row.op,
             inputs=(*sorted(reads), *states),
             outputs=row.made,
             seconds=sum(op.seconds for op in ops) + len(ops) * more_seconds,
-            workspace_bytes=max(memories[c].workspace_bytes for c in calls_made) + extra,
+            workspace_bytes=max(
+                max(memories[c].workspace_bytes for c in calls_made) + extra + held,
+                first - self._bytes_of(own),
+            ),
             replay=None,
             writes=(),
         )
+
+    def _bytes_of(self, storages: Iterable[int]) -> int:
+        return sum(round_bytes(self.device, self.values[self.value_of[s]].bytes) for s in storages)
 
     def _call_of(self, event: int) -> int:
         call = self.events[event].call
@@ -430,13 +475,9 @@ class _Builder:
                 born = set(self.events[index].allocates)
                 results[made.position] = values([s if s in born else -1 for s in made.results])
                 written[made.position] = values(made.written)
-        saves = [
-            int(self.value_of[s.storage]) if s.storage in self._remade and s.unpacked else -1
-            for s in self.saved.saves
-        ]
         asked, entries = [], []
         for number, at in self.saved.unpacked:
-            if saves[number] < 0 or at >= len(self.events):
+            if self.saved.saves[number].storage not in self._remade or at >= len(self.events):
                 continue
             row = next(
                 (r for r in range(max(self._row_of[at], 0), len(self.rows)) if self.rows[r].event >= at), None
@@ -444,6 +485,11 @@ class _Builder:
             if row is not None and row in self._entry_ids:
                 asked.append(number)
                 entries.append(self._entry_ids[row])
+        dropped = {*asked, *self._unasked}
+        saves = [
+            int(self.value_of[save.storage]) if number in dropped else -1
+            for number, save in enumerate(self.saved.saves)
+        ]
         begun = [save.begun for save in self.saved.saves]
         taken = [  # kernels may make more than their shape functions say
             max(save.bytes, self.values[self.value_of[save.storage]].bytes) if save.bytes else 0

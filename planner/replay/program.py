@@ -30,6 +30,8 @@ class Call:
         operands: For each tensor argument the slot that it lies in; -1: it is held itself.
         results: The results that are slots: position among the results, slot, whether the plan keeps it.
         written: Slots that it writes.
+        before: The calls that run again right before it, for it alone, each with the slots that it reads of
+            them: what is in these is written over later.
     """
 
     recorded: bool
@@ -37,6 +39,7 @@ class Call:
     results: tuple[tuple[int, int, bool], ...]
     written: tuple[int, ...]
     packs: tuple[int, int] | None = None
+    before: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(slots=True)
@@ -48,13 +51,13 @@ class Run:
         bits: The slot of the bits that are unpacked instead; -1: none.
         store: Results that are used later: position among the results, slot.
         free: Slots that nobody uses behind it.
-        last: Whether it is the last time.
+        done: The calls that run for the last time.
     """
 
     calls: tuple[int, ...]
     store: tuple[tuple[int, int], ...]
     free: tuple[int, ...]
-    last: bool = False
+    done: tuple[int, ...] = ()
     bits: int = -1
 
 
@@ -150,13 +153,17 @@ class _Maker:
         self.bits = self._bits(set(plan.graphs[0].packed))
         self.step_of_row, self.reruns = self._steps()
         self.asked = [self._asked(save, op) for save, op in zip(wiring.asked, wiring.entries, strict=True)]
+        self.unasked = {s for s, v in enumerate(wiring.saves) if v in self.maker}.difference(wiring.asked)
+        self.on_demand, self.held_for_them = self._on_demand()
 
     def program(self) -> Program:
         wiring = self.wiring
         dropped = {a.save for a in self.asked}
         dropped -= {a.save for a in self.asked if not self._is_run_again(a.instance)}
-        saves = [value if save in dropped else -1 for save, value in enumerate(wiring.saves)]
-        recorded = {c for _, p in self.reruns if p not in self.bits for c in self._calls_of(p)}
+        all_dropped = dropped | self.unasked
+        saves = [value if save in all_dropped else -1 for save, value in enumerate(wiring.saves)]
+        again = {p for _, p in self.reruns if p not in self.bits} | self.on_demand
+        recorded = {c for p in again for c in self._noted_for(p)}
         slots, kept = self._slots()
         calls = [self._call(p, recorded, slots, kept) for p in range(len(wiring.operators))]
         rows = [self.row_of.get(op, -1) for op in wiring.ids]
@@ -243,20 +250,55 @@ class _Maker:
         values = (v for v in self.results[position] if v >= 0)
         return (position, *sorted({w for v in values for w in self.writers.get(v, ())}))
 
+    def _before(self, position: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The calls that run again right before a run's first, as it reads what is written over later."""
+        own, found = set(self.results[position]), dict[int, list[int]]()
+        for value in dict.fromkeys(self.operands[position]):
+            if value not in own and max(self.writers.get(value, ()), default=-1) > position:
+                found.setdefault(self.maker[value], []).append(value)
+        return tuple((maker, tuple(values)) for maker, values in sorted(found.items()))
+
+    def _noted_for(self, position: int) -> tuple[int, ...]:
+        """All calls that a run consists of."""
+        return (*(maker for maker, _ in self._before(position)), *self._calls_of(position))
+
+    def _on_demand(self) -> tuple[set[int], set[int]]:
+        """The calls that make what autograd saves and no node asks for, and what these read; and the values
+        at which that ends, as they are there to the end of the step. No schedule has such calls: a backward
+        of another loss asks for what they make."""
+        found, held = set[int](), set[int]()
+        values, until = self.graph.held_table
+        to_the_end = set(values[until == self.graph.base_length - 1].tolist())
+        pending = [self.wiring.saves[save] for save in self.unasked]
+        while pending:
+            value = pending.pop()
+            if self.graph.recompute_row[value] < 0 or value in to_the_end:
+                held.add(value)
+            elif (position := self.maker[value]) not in found:
+                found.add(position)
+                pending += self._given_to(position)
+        return found, held
+
     def _read_by(self, position: int) -> Iterator[int]:
         """The values that a run reads, but for what no counted call made: a run's arguments hold that."""
         if position in self.bits:
             yield self.bits[position]
-            return
-        own = set(self.results[position])
-        for call in self._calls_of(position):
+        else:
+            yield from self._given_to(position)
+
+    def _given_to(self, position: int) -> Iterator[int]:
+        own = {*self.results[position], *(v for _, values in self._before(position) for v in values)}
+        for call in self._noted_for(position):
             yield from (v for v in self.operands[call] if v in self.maker and v not in own)
 
     def _slots(self) -> tuple[set[int], set[int]]:
         """The values that the program knows, which are results of runs and what runs read; and those of them
         whose first instance a run reads."""
-        slots = {v for _, position in self.reruns for v in self.results[position] if v >= 0}
-        kept = set[int]()
+        positions = self.on_demand.union(position for _, position in self.reruns)
+        slots = {v for position in positions for v in self.results[position] if v >= 0}
+        slots |= {v for p in positions - self.bits.keys() for _, values in self._before(p) for v in values}
+        kept = set(self.held_for_them)
+        slots |= kept
         for step, position in self.reruns:
             for value in self._read_by(position):
                 slots.add(value)
@@ -301,6 +343,8 @@ class _Maker:
         free_at: dict[int, list[int]] = {}
         for instance, (step, place, save) in last_use.items():
             value = self.value_of[instance]
+            if value in self.held_for_them:  # it is there, and stays
+                continue
             if place:
                 program.free[save] = (*program.free.get(save, ()), value)
             else:
@@ -314,7 +358,14 @@ class _Maker:
             (value, start): i
             for i, (value, start) in enumerate(zip(self.value_of, self.start_of, strict=True))
         }
-        last_run = {position: step for step, position in self.reruns}
+        last_run = {
+            call: step
+            for step, position in self.reruns
+            if position not in self.bits
+            for call in self._noted_for(position)
+        }
+        for position in self.on_demand:
+            last_run.update(dict.fromkeys(self._noted_for(position), -1))  # these stay
         for step, position in self.reruns:
             entry = next((e for e in entries if e > step), None)
             if entry is None:
@@ -322,13 +373,13 @@ class _Maker:
             store = [
                 (j, value)
                 for j, value in enumerate(self.results[position])
-                if value >= 0 and made_at.get((value, step)) in last_use
+                if value not in self.held_for_them and made_at.get((value, step)) in last_use
             ]
             run = Run(
                 self._calls_of(position),
                 tuple(store),
                 tuple(free_at.get(step, ())),
-                last_run[position] == step,
+                tuple(c for c in self._noted_for(position) if last_run.get(c) == step),
                 self.bits.get(position, -1),
             )
             program.runs.setdefault(trigger[entry], []).append(run)
@@ -356,7 +407,8 @@ class _Maker:
         if position not in recorded and not results and max(written, default=-1) < 0:
             return None
         operands = tuple(v if v in slots else -1 for v in self.operands[position])
-        return Call(position in recorded, operands, results, written)
+        again = position in recorded
+        return Call(again, operands, results, written, before=self._before(position) if again else ())
 
 
 def _check(program: Program) -> None:
@@ -377,11 +429,13 @@ def _check(program: Program) -> None:
         for run in program.runs.get(save, ()):
             need(run.bits, f"save {save}")
             own = set[int]()
-            for position in run.calls if run.bits < 0 else ():
+            first = calls[run.calls[0]]
+            before = {} if first is None or run.bits >= 0 else dict(first.before)
+            for position in (*before, *run.calls) if run.bits < 0 else ():
                 call = calls[position]
                 if call is None or not call.recorded:
                     raise PlanFileError(f"plan: replay: call {position} runs again and is not noted")
-                own.update(slot for _, slot, _ in call.results)
+                own.update(before.get(position, (slot for _, slot, _ in call.results)))
                 for slot in call.operands:
                     if slot not in own:
                         need(slot, f"call {position}, which runs again,")

@@ -244,7 +244,7 @@ class SavesRecorder(CountingMode, StepRecorder):
 
     def _noted(self, reads: list[torch.Tensor]) -> list[torch.Tensor]:
         for tensor in reads:
-            of = tensor if tensor._base is None else tensor._base
+            of = tensor if tensor._base is None or tensor._base.layout in SPARSE else tensor._base
             if self._in_forward and self.index_of(of) < 0:
                 self._read.setdefault((id(of), self.memory_of(of)), weakref.ref(of))
         return reads

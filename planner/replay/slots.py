@@ -16,6 +16,7 @@ from planner.errors import FreedError
 from planner.replay import masks
 from planner.replay.calls import (
     can_run_again,
+    draws,
     is_batch_norm,
     is_factory,
     results_of,
@@ -59,10 +60,10 @@ class Slots:
         state = recipe = None
         writes = operators.writes(func) and not is_batch_norm(func)
         if call.recorded and can_run_again(func):
-            if operators.may_draw(func):
+            if draws(func):
                 state = state_of_generators(args, kwargs)
             operands = iter(call.operands)
-            own = call.written
+            own = (*call.written, *(s for maker, made in call.before if maker in self.recipes for s in made))
             noted = [self._noted(a, operands, own) for a in args]
             named = {k: self._noted(v, operands, own) for k, v in kwargs.items()} if kwargs else kwargs
             if not writes or self._holds_all_written(call, func, args, kwargs):
@@ -139,7 +140,8 @@ class Slots:
             self.tensors[slot] = alias(tensor)
 
     def _noted(self, argument: Any, operands: Iterator[int], own: Sequence[int]) -> Any:
-        """An argument of a call that runs again; ``own`` are the slots that the call itself writes."""
+        """An argument of a call that runs again; ``own`` are the slots that the call itself writes, or that
+        are made for it alone."""
         if isinstance(argument, torch.Tensor):
             slot = next(operands, -1)
             there = slot >= 0 and self.holds(slot, argument)

@@ -249,6 +249,26 @@ def test_spectral_norm_sparse_gradients_and_products() -> None:
     same(model, lambda call, _: call(indices).backward(), plan_of(model, indices))
 
 
+class SparseProduct(nn.Module):
+    """Reads the values of a sparse product, as networks of graphs that go two steps at once do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 1)
+        self.register_buffer("where", torch.randint(0, 8, (2, 24)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        matrix = torch.sparse_coo_tensor(self.where, torch.tanh(self.layer(x)).flatten(), (8, 8))
+        product = (matrix @ torch.sparse_coo_tensor(self.where, torch.ones(24), (8, 8))).coalesce()
+        return torch.tanh(product.values()[product.indices()[0] < product.indices()[1]]).square().mean()
+
+
+def test_values_of_a_sparse_product() -> None:
+    torch.manual_seed(0)
+    model, x = SparseProduct(), torch.randn(24, 16)
+    same(model, lambda call, _: call(x).backward(), plan_of(model, x))
+
+
 class Gates(nn.Module):
     """A cell whose gates are parts by ``unsafe_chunk``, written in place: each counts its own writes."""
 

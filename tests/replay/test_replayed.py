@@ -65,6 +65,26 @@ class Convolutions(nn.Module):
         return F.max_pool2d(x, 2).square().mean()
 
 
+class Copies(nn.Module):
+    """Activations in place, of which autograd keeps a copy of what they write over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Hardswish(inplace=True))
+            for _ in range(3)
+        )
+        self.left_out = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if number != self.left_out:
+                x = F.silu(block(x), inplace=True)
+                y = F.avg_pool2d(x, 3, 1, 1)
+                x = y.mul_(y.sigmoid())
+        return x.square().mean()
+
+
 class Loop(nn.Module):
     """What ends graphs: numbers that are asked for, selections by data, numpy, a recurrent layer."""
 
@@ -87,6 +107,7 @@ def _tokens() -> Tensor:
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "encoder": (Encoder, _tokens),
     "convolutions": (Convolutions, lambda: torch.randn(4, 3, 24, 24)),
+    "copies": (Copies, lambda: torch.randn(4, 8, 24, 24)),
     "loop": (Loop, lambda: torch.randn(8, 24, 32)),
 }
 
@@ -183,6 +204,90 @@ def test_other_paths_are_exact_and_are_told_of() -> None:
         one.left_out, one.more = set(), False
         one.layers[0].requires_grad_(False)
     assert _same(model, eager, step)
+
+
+def test_copies_of_what_is_written_over_are_made_again_in_any_order() -> None:
+    """What they are copies of is made for them alone, as it was before the write."""
+    torch.manual_seed(0)
+    model, x = Copies(), torch.randn(4, 8, 24, 24)
+    eager = copy.deepcopy(model)
+    plan = _planned(model, x)
+    plan.apply(model)
+    assert plan.predicted.dynamic_peak_bytes < 0.5 * plan.baseline.dynamic_peak_bytes
+
+    def twice(one: nn.Module) -> None:
+        loss = one(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def penalty(one: nn.Module) -> None:
+        given = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(one(given), given, create_graph=True)
+        gradient.square().sum().backward()
+
+    def from_within(one: nn.Module) -> None:
+        inner: list[Tensor] = []
+        handle = one.blocks[1].register_forward_hook(lambda *given: inner.append(given[2]))
+        loss = one(x)
+        handle.remove()
+        torch.autograd.grad(inner[0].sum(), list(one.blocks[0].parameters()), retain_graph=True)
+        loss.backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", planner.PlanWarning)
+        for step in (lambda one: one(x).backward(), twice, penalty, from_within):
+            assert _same(model, eager, step), step
+        model.left_out = eager.left_out = 1
+        assert _same(model, eager, lambda one: one(x).backward())
+
+
+class _Beside(nn.Module):
+    """Returns, beside its loss, what its loss is not computed of; it begins at an output that is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+        self.others = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = torch.tanh(self.first(x))
+        drawn = y + torch.randn_like(y)
+        z = self.norm(drawn)
+        for layer in self.others:
+            z = F.hardswish(F.gelu(layer(z)) + z, inplace=True)
+        return y.square().mean() + F.gelu(torch.sin(drawn)).mean(), drawn, z
+
+
+def test_what_no_node_asks_for_is_dropped_and_made_on_demand() -> None:
+    torch.manual_seed(0)
+    model, x = _Beside(), torch.randn(64, 64)
+    eager = copy.deepcopy(model)
+    step = planner.prepare(model, (x,), loss=lambda out: out[0], backend="replay", costs="roofline")
+
+    def one_after_the_other(one: Any) -> None:
+        loss, _, beside = one(x)
+        loss.backward()
+        parts = list(one.others.parameters())
+        for part, gradient in zip(parts, torch.autograd.grad(beside.sum(), parts), strict=True):
+            part.grad = gradient
+
+    for budget in ("75%", "min"):
+        plan = step.plan(budget)
+        report = planner.verify(model, (x,), plan=plan, loss=lambda out: out[0], repeats=0)
+        assert report.ok, report.problems
+        assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+        # Without the four layers' results, each of 16 KiB, of which autograd saves three a layer.
+        dropped = plan.baseline.dynamic_peak_bytes - plan.no_recompute.dynamic_peak_bytes
+        assert dropped > 9 * x.nbytes
+        plan.apply(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert _same(model, eager, lambda one: one(x)[0].backward())
+        with pytest.warns(planner.PlanWarning, match="as for one of several losses"):  # noqa: PT031
+            assert _same(model, eager, lambda one: one(x)[2].square().mean().backward())
+            assert _same(model, eager, lambda one: sum(out.sum() for out in one(x)).backward())
+            assert _same(model, eager, one_after_the_other)
+        planner.remove(model)
 
 
 def test_a_layer_that_is_frozen_or_reads_another_value_is_noticed() -> None:
