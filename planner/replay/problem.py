@@ -258,14 +258,15 @@ class _Builder:
                 continue
             before = self._repeatable.read_before_writes(index)
             calls = [*before.values(), index, *(w for s in event.allocates for w in writers.get(s, ()))]
-            reads = {s for c in calls for s in made[c].operands if s >= 0}
+            own = {-1, *before, *event.allocates}
             states = self._state_bytes() and any(map(self._draws, calls))
-            if not states and reads <= found.union(before, event.allocates):
+            if not states and all(s in found or s in own for c in calls for s in made[c].operands):
                 found.update(event.allocates)
+        found &= self._remade
         return {
             number
             for number, save in enumerate(self.saved.saves)
-            if save.storage in found & self._remade
+            if save.storage in found
             and self.storages[save.storage].died_after is not None
             and not save.unpacked
             and all(made[w].position < save.begun for w in writers.get(save.storage, ()))

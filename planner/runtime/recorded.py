@@ -406,7 +406,10 @@ class RecordedGraph:
 
 
 def _say(warn: Callable[[str], None], reason: str) -> None:
-    warn(f"a step runs operator by operator, not as a recorded CUDA graph: {reason}")
+    warn(
+        f"a step runs operator by operator, not as a recorded CUDA graph: {reason}. Plan with "
+        "backend='graph' if that stays so"
+    )
 
 
 def _settings() -> tuple[Any, ...]:
