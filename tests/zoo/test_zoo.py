@@ -12,9 +12,7 @@ from planner.verification.verify import NOT_TWICE
 from tests import zoo
 
 FAST = ("nn_vae",)
-HEAVY = (
-    "hf_mamba", "diffusers_unet", "nn_neighbour_graph", "nn_logging",
-)  # fmt: skip
+HEAVY = ("hf_mamba", "nn_neighbour_graph", "nn_logging")
 SHORTER = {"hf_mamba": 8}
 """Of these the batch is cut to so many words: each is a stretch of operations, all alike."""
 AS_USED = ("nn_vae", "nn_logging")
