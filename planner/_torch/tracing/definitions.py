@@ -135,7 +135,14 @@ class _Owner:
 
 def _functions(names: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: meant(value)
+        name: meant(_without_fx(value))
         for name, value in names.items()
         if isinstance(value, _WITH_CODE) and name not in _NOT_IN_A_FORWARD
     }
+
+
+def _without_fx(function: Any) -> Any:
+    """A function behind the wrappers that ``torch.fx`` puts before it while it traces, in any thread."""
+    while hasattr(function, "_Patcher__fx_already_patched"):
+        function = function.__wrapped__
+    return function
