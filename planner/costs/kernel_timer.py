@@ -92,10 +92,10 @@ class MeasuredCosts:
             cache_path = default_cache_path().with_name("seconds.json")
         self._path = None if cache_path is None else Path(cache_path)
         self._environment = environment(meter.device)
-        between = _read_between(meter.device, step_bytes)
-        self._memory = torch.zeros(between // 4)
-        if between:
-            self._environment += f"; {between} bytes between two runs"
+        self._between = _read_between(meter.device, step_bytes)
+        self._memory: torch.Tensor | None = None
+        if self._between:
+            self._environment += f"; {self._between} bytes between two runs"
         self._known = {
             key: numbers[0] * 1e-9 for key, numbers in read_entries(self._path, self._environment).items()
         }
@@ -148,6 +148,7 @@ class MeasuredCosts:
     def save(self) -> None:
         """Keep the new times on disk, and no memory that operations were timed with."""
         self._meter.let_go()
+        self._memory = None
         write_entries(self._path, self._environment, {key: [timed] for key, timed in self._new.items()})
         self._new = {}
 
@@ -165,6 +166,8 @@ class MeasuredCosts:
             if device.type == "cuda":
                 run()  # a first call sets things up
                 return _device_seconds(device, run)
+            if self._memory is None:
+                self._memory = torch.zeros(self._between // 4, device="cpu")
             return _process_seconds(run, self._memory, [] if first is None else [first.seconds])
 
     @contextmanager

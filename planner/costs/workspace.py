@@ -360,7 +360,7 @@ class WorkspaceMeter:
         if like.is_floating_point() and device.type == "cpu" and not matrix:
             fits = (n for n, old in enumerate(spare) if old.dtype is like.dtype and len(old) == length)
             place = next(fits, None)
-            flat = torch.empty(length, dtype=like.dtype) if place is None else spare.pop(place)
+            flat = torch.empty(length, dtype=like.dtype, device=device) if place is None else spare.pop(place)
             _fill(flat)
             self._last_made.append(flat)
         else:
@@ -419,7 +419,9 @@ def _fill(flat: torch.Tensor) -> None:
 
 @functools.cache
 def _values(dtype: torch.dtype) -> torch.Tensor:
-    return torch.rand(1 << 16, generator=torch.Generator().manual_seed(0)).add_(1.0).div_(2.0).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    floats = torch.rand(1 << 16, generator=generator, dtype=torch.float32, device="cpu")
+    return floats.add_(1.0).div_(2.0).to(dtype)
 
 
 def _concrete(sizes: Iterable[int]) -> list[int]:

@@ -102,7 +102,7 @@ def check_backend(options: PlanOptions) -> None:
         alone = [name for name in ("in_flight", "parallel", "regions") if getattr(options, name) is not None]
         if options.backend == "cudagraphs" and alone:
             raise OptionError(
-                f"{alone[0]}=: expected none with backend='cudagraphs': it records the one graph of a single "
+                f"{alone[0]}=: expected none with backend='cudagraphs': it records the graphs of a single "
                 "process; leave it out, or plan with backend='eager'"
             )
         if options.backend == "replay" and options.in_flight is not None:

@@ -10,6 +10,7 @@ import torch.nn as nn
 
 import planner
 from planner._torch.own_code import stand_in
+from planner._torch.tracing.definitions import Definitions
 from tests.side_by_side import counting_runs, no_plan_warnings, plan_of
 
 
@@ -60,6 +61,19 @@ def test_threads_that_plan_at_once(lazily: bool) -> None:
     assert runs.backward == 3 * len(models)
     for ours, twin in zip(found, twins, strict=True):
         assert all(map(torch.equal, ours, _trained(twin, x)))
+
+
+def test_what_fx_patches_while_a_thread_traces_is_nobodys_change() -> None:
+    model, found = nn.Linear(2, 2), list[str | None]()
+    definitions = Definitions(model)
+
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found.append(definitions.changed())
+            return x
+
+    torch.fx.symbolic_trace(Asks())
+    assert found == [None]
 
 
 def _planned_in_the_end(model: Net, x: torch.Tensor) -> None:
