@@ -326,3 +326,10 @@ def test_made_up_data_stop_no_kernel() -> None:
 
 
 # ---- cache --------------------------------------------------------------------------------------
+
+
+def test_operators_run_on_their_device_whatever_the_default_one_is() -> None:
+    call = Call(aten.neg.default, (torch.empty(3, 5, device="meta"),))
+    with torch.device("meta"), WorkspaceMeter("cpu", None).arguments(call) as (args, _):
+        assert args[0].device.type == "cpu"
+        assert bool((args[0] >= 0.5).all())
