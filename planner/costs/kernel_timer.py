@@ -41,7 +41,7 @@ OnTimed = Callable[[int, str], None]
 """Called with how many operations have been timed, and the name of the next."""
 
 REPEATS = 3
-ENOUGH_SECONDS = 0.1
+ENOUGH_SECONDS = 0.05
 """After this time an operation runs no more often."""
 LEAST_SECONDS = 1e-3
 """On CUDA a repeat runs an operation so often that it takes this long."""
