@@ -50,6 +50,8 @@ class PortfolioSettings:
             method, and the nodes of the tree of each; 10,000 iterations take one to two seconds.
         usual_length: Larger graphs get more process seconds, in proportion to their forward operations.
         least_share: The share of a time limit that the forms of least peak get.
+        nearly_fits: A budget that nothing is found for is tried once more with the best effort if the least
+            that is found is at most this many times as large.
         below_least: Whether budgets just below the least peak that was found are tried as well.
         least_rounds: How often at most.
         least_failures: Of the least at some extra time: after so many smaller budgets in a row that were not
@@ -85,6 +87,7 @@ class PortfolioSettings:
     parts_nodes: int = 20
     usual_length: int = 4_000
     least_share: float = 0.5
+    nearly_fits: float = 0.0
     below_least: bool = True
     least_rounds: int = 5
     least_failures: float = float("inf")
@@ -112,6 +115,7 @@ EFFORTS: dict[Effort, PortfolioSettings] = {
     "fast": PortfolioSettings(
         exact_seconds=1.0,
         small_program_seconds=1.0,
+        nearly_fits=1.1,
         below_least=False,
         least_failures=3,
         other_form=2e-3,

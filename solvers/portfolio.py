@@ -70,7 +70,12 @@ def solve(
     limit = shared.settings.seconds if time_limit is None else time_limit
     left = max(0.0, limit - (time.perf_counter() - begin))
     if budget is not None:
-        return _solve(shared, budget, left, progress, known, minimum, rival)
+        solution = _solve(shared, budget, left, progress, known, minimum, rival)
+        if solution.feasible or not minimum or solution.peak_bytes > budget * shared.settings.nearly_fits:
+            return solution
+        thorough = Shared.of(graph, constraints or NO_CONSTRAINTS, "best")
+        left = max(0.0, limit - (time.perf_counter() - begin))
+        return _solve(thorough, budget, left, progress, [solution.schedule], rival=rival)
     if np.isinf(most_seconds):
         return _least(shared, left, progress, known)
     return _least_within(shared, most_seconds, left, progress)

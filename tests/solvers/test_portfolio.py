@@ -1,6 +1,7 @@
 """The portfolio: progress reports, time limits, large graphs."""
 
 import time
+from dataclasses import replace
 
 import pulp
 import pytest
@@ -142,3 +143,14 @@ def test_what_is_far_behind_another_form_is_not_given_the_slow_solvers(
     slow.clear()
     portfolio.solve(graph, budget, effort="best", rival=0.0)
     assert slow == ["programs", "parts"]
+
+
+@pytest.mark.heavy
+def test_a_budget_that_is_nearly_met_is_tried_with_the_best_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_dag(5, 22)
+    least = portfolio.solve(graph, None, effort="best").peak_bytes
+    solution = portfolio.solve(graph, least, effort="fast")
+    assert solution.feasible
+    assert solution.peak_bytes == simulate(graph, solution.schedule).peak_bytes <= least
+    monkeypatch.setitem(EFFORTS, "fast", replace(EFFORTS["fast"], nearly_fits=0.0))
+    assert not portfolio.solve(graph, least, effort="fast").feasible
