@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from planner._torch.execution.function_calls import DIFFERENTIATED_TWICE
-from planner._torch.joint.gradients_inside import MEET_OUTSIDE
 from planner._torch.tracing.breaks import graph_breaks
 from planner.capture.on_a_copy import NotWithoutDataError
 from planner.errors import CaptureError
+from planner.hooks.gradients_inside import MEET_OUTSIDE
 from planner.training_step.copies import described
 from planner.training_step.recorder import Recording
 

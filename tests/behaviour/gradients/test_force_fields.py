@@ -236,27 +236,6 @@ def _results(energy: Tensor, forces: Tensor) -> Data:
     return {"energy": energy[None], "forces": forces}
 
 
-class ByAttribute(_Field):
-    def forward(self, data: Data) -> Data:
-        def prepare() -> Tensor:
-            data["positions"].requires_grad = True
-            return _between(data["positions"])
-
-        energy = self.energy(prepare())
-        return _results(energy, _slope(energy, data["positions"]))
-
-
-class Detached(_Field):
-    def forward(self, data: Data) -> Data:
-        def prepare() -> tuple[Tensor, Tensor]:
-            positions = data["positions"].detach().requires_grad_()
-            return positions, _between(positions)
-
-        positions, vectors = prepare()
-        energy = self.energy(vectors)
-        return _results(energy, _slope(energy, positions))
-
-
 class _Prepare(nn.Module):
     def forward(self, data: Data) -> Tensor:
         data["positions"].requires_grad_()
@@ -266,29 +245,6 @@ class _Prepare(nn.Module):
 class _Slope(nn.Module):
     def forward(self, energy: Tensor, positions: Tensor) -> Tensor:
         return _slope(energy, positions)
-
-
-class InModules(_Field):
-    def __init__(self) -> None:
-        super().__init__()
-        self.prepare, self.slope = _Prepare(), _Slope()
-
-    def forward(self, data: Data) -> Data:
-        energy = self.energy(self.prepare(data))
-        return _results(energy, self.slope(energy, data["positions"]))
-
-
-class _System:
-    def __init__(self, positions: Tensor) -> None:
-        positions.requires_grad_()
-        self.positions, self.vectors = positions, _between(positions)
-
-
-class InAnObject(_Field):
-    def forward(self, data: Data) -> Data:
-        system = _System(data["positions"])
-        energy = self.energy(system.vectors)
-        return _results(energy, _slope(energy, system.positions))
 
 
 class BehindABreak(_Field):
@@ -321,29 +277,10 @@ class ConstantInPart(_Field):
         return _results(energy, _slope(energy, data["positions"]))
 
 
-class AsZeros(_Field):
-    def forward(self, data: Data) -> Data:
-        energy = self.energy(_Prepare()(data))
-        return _results(energy, _slope(energy, data["positions"], materialize_grads=True))
-
-
-class NotUnused(_Field):
-    def forward(self, data: Data) -> Data:
-        energy = self.energy(_Prepare()(data))
-        return _results(energy, _slope(energy, data["positions"], allow_unused=False))
-
-
 class OnlyOnce(_Field):
     def forward(self, data: Data) -> Data:
         energy = self.energy(_Prepare()(data))
         return _results(energy, _slope(energy, data["positions"], create_graph=False, retain_graph=True))
-
-
-class SecondOrder(_Field):
-    def forward(self, data: Data) -> Data:
-        energy = self.energy(_Prepare()(data))
-        slope = _slope(energy, data["positions"])
-        return _results(energy, _slope(slope.square().sum(), data["positions"]))
 
 
 class Backward(_Field):
@@ -356,17 +293,10 @@ class Backward(_Field):
 
 
 _SHAPES = [
-    ByAttribute,
-    Detached,
-    InModules,
-    InAnObject,
     BehindABreak,
     InPart,
     ConstantInPart,
-    AsZeros,
-    NotUnused,
     OnlyOnce,
-    SecondOrder,
     Backward,
 ]
 
