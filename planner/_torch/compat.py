@@ -103,7 +103,6 @@ PRIVATE_MODULES = {
     "torch._dynamo.variables.torch": "functions of PyTorch",
     "torch._functorch._aot_autograd.collect_metadata_analysis": "what a graph does to its inputs",
     "torch._functorch._aot_autograd.descriptors": "what inputs and outputs of a joint graph are",
-    "torch._functorch._aot_autograd.graph_capture_wrappers": "tracing the joint graph",
     "torch._functorch._aot_autograd.runtime_wrappers": "what runs around the two",
     "torch._functorch._aot_autograd.schemas": "layouts of tangents",
     "torch._functorch.aot_autograd": "the whole of it",
