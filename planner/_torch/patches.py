@@ -196,15 +196,10 @@ PATCHES = (
         for_good=True,
     ),
     Patch(
-        f"{_VARIABLES}.higher_order_ops.CheckpointHigherOrderVariable.create_wrapped_node",
-        "a checkpoint that updates buffers would update them once instead of twice",
-        "test_own_checkpoints",
-        for_good=True,
-    ),
-    Patch(
         f"{_VARIABLES}.higher_order_ops.CheckpointHigherOrderVariable._call_function",
-        "a reentrant checkpoint would have gradients that it has not in eager",
-        "test_own_checkpoints",
+        "a checkpoint that updates buffers would update them once instead of twice, and a reentrant one "
+        "have gradients that it has not in eager",
+        "test_user_checkpoints",
         for_good=True,
     ),
     Patch(
