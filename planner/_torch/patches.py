@@ -59,7 +59,7 @@ PATCHES = (
     Patch(
         "torch.get_rng_state",
         "checkpoints save states of the generator, whose memory no dispatch mode sees",
-        "test_user_checkpoints",
+        "test_refused",
     ),
     Patch(
         "torch.storage.UntypedStorage.resize_",
@@ -199,7 +199,7 @@ PATCHES = (
         f"{_VARIABLES}.higher_order_ops.CheckpointHigherOrderVariable._call_function",
         "a checkpoint that updates buffers would update them once instead of twice, and a reentrant one "
         "have gradients that it has not in eager",
-        "test_user_checkpoints",
+        "test_refused",
         for_good=True,
     ),
     Patch(
