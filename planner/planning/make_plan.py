@@ -30,7 +30,7 @@ from planner.planfile.schema import shortened
 from planner.planning.cudnn_note import cudnn_note
 from planner.planning.encodings import Solved
 from planner.planning.graph_records import forward_only, graph_records, views_records, with_digests
-from planner.planning.prepare import strides_in_memory, unmeasured
+from planner.planning.one_backend import strides_in_memory, unmeasured
 from planner.planning.prepared import Prepared
 from planner.planning.step_record import step_record
 from planner.problem.build import Problem
