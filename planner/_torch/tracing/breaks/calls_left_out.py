@@ -49,7 +49,7 @@ def leave_out_calls(is_ours: IsOurs) -> None:
     _leave_out_settings(is_ours)
     _leave_out_handled_errors(is_ours)
     _leave_out_gradients(is_ours)
-    _leave_out_methods(is_ours)
+    _leave_out_writes_through_masks(is_ours)
     _leave_out_recurrent_layers(is_ours)
     _leave_out_where("operators taken apart", torch.bilinear, is_ours, _casts_inside)
     observe = torch.fused_moving_avg_obs_fake_quant
@@ -82,29 +82,21 @@ def _leave_out_settings(is_ours: IsOurs) -> None:
 
 def _leave_out_handled_errors(is_ours: IsOurs) -> None:
     """End a graph where an error of a matrix may be handled, as by ``try: torch.linalg.cholesky(a)``."""
+
+    def refused(name: str, tx: Any, *_args: Any, **_kwargs: Any) -> tuple[str, str] | None:
+        why = f"{name}() may raise an error, for some data, that is handled here."
+        return ("an error that depends on data", why) if _is_handled(tx) else None
+
     for function in list(get_torch_obj_rule_map()):
         name, home = getattr(function, "__name__", ""), getattr(function, "__module__", None) or "torch"
         if _FAIL_BY_DATA.fullmatch(name) and home.partition(".")[0] == "torch":
-            _leave_out_where("errors by data", function, is_ours, functools.partial(_may_be_handled, name))
-
-
-def _may_be_handled(name: str, tx: Any, *_args: Any, **_kwargs: Any) -> tuple[str, str] | None:
-    why = f"{name}() may raise an error, for some data, that is handled here."
-    return ("an error that depends on data", why) if _is_handled(tx) else None
-
-
-def _leave_out_methods(is_ours: IsOurs) -> None:
-    """End a graph at such methods of tensors."""
+            _leave_out_where("errors by data", function, is_ours, functools.partial(refused, name))
     method = TensorVariable.call_method
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        refused = None
-        if name == "__setitem__":
-            refused = _is_written_through_a_mask(*args) if is_ours(tx) else None
-        elif _FAIL_BY_DATA.fullmatch(name) and is_ours(tx):
-            refused = _may_be_handled(name, tx)
-        if refused is not None:
-            end_graph(*refused)
+        why = refused(name, tx) if _FAIL_BY_DATA.fullmatch(name) and is_ours(tx) else None
+        if why is not None:
+            end_graph(*why)
         return method(self, tx, name, args, kwargs)
 
     replace(TensorVariable, "call_method", call_method)
@@ -151,19 +143,24 @@ def _leave_out_gradients(is_ours: IsOurs) -> None:
     replace(TensorVariable, "method_backward", as_written)
 
 
-def _is_written_through_a_mask(key: Any, value: Any) -> tuple[str, str] | None:
-    """Refuse a write through a boolean mask that needs a gradient, as ``x[mask] = token`` does.
+def _leave_out_writes_through_masks(is_ours: IsOurs) -> None:
+    """End a graph at a write through a boolean mask that needs a gradient, as ``x[mask] = token`` does.
 
     Data decide how many elements are written. AOTAutograd refuses such a graph when it traces the backward;
     Dynamo does not notice before.
     """
-    written = _example(value)
-    if written is None or not written.requires_grad:
-        return None
-    keys = key.items if isinstance(key, TupleVariable) else [key]
-    if not any(tensor is not None and tensor.dtype is torch.bool for tensor in map(_example, keys)):
-        return None
-    return "a write through a mask", "What is written through a mask needs a gradient, whose size is data."
+    write = TensorVariable.method___setitem__
+
+    def unless_masked(self: Any, tx: Any, key: Any, value: Any) -> Any:
+        written = _example(value)
+        if written is not None and written.requires_grad and is_ours(tx):
+            keys = key.items if isinstance(key, TupleVariable) else [key]
+            if any(tensor is not None and tensor.dtype is torch.bool for tensor in map(_example, keys)):
+                why = "What is written through a mask needs a gradient, whose size is data."
+                end_graph("a write through a mask", why)
+        return write(self, tx, key, value)
+
+    replace(TensorVariable, "method___setitem__", unless_masked)
 
 
 def _example(variable: Any) -> torch.Tensor | None:
