@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from planner._torch.tracing.breaks import bound_methods, break_patches, calls_left_out
+from planner._torch.tracing.breaks import break_patches, calls_left_out
 from planner.capture import capture
 from planner.capture.capture import Most
 from planner.capture.graphs import graph_runner, runners
@@ -37,7 +37,6 @@ _COUNTED: dict[str, tuple[Any, str, Callable[[Any], object]]] = {
     "copies of what the forward overwrites": (graph_runner.GraphRunner, "written_inputs", bool),
     "gradients inside of the forward": (graph_runner, "differentiated_inputs", bool),
     "gradients that never arrive": (absent_gradients, "leave_out", lambda _: True),
-    "methods of containers on the stack": (bound_methods, "_is_bound", bool),
 }
 """Where each does its work, and whether what that returned was anything."""
 
