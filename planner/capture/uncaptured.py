@@ -57,6 +57,11 @@ def failed(
         eager: Whether the step runs without graphs.
     """
     text = described(doing, error)
+    if "don't yet support saved tensor hooks" in text:
+        return CaptureError(
+            f"{text}. Replays do not follow torch.func, and no graph has a torch.autograd.Function "
+            "inside of one. Take these gradients by torch.autograd.grad, or plan submodules without them"
+        )
     if eager and any(sign in text for sign in _OF_GRADIENTS_INSIDE):
         places = graph_breaks.distinct_places(map(graph_breaks.break_reason, graphs))
         where = f" (one ended at {'; '.join(places[:3])})" if places else ""
