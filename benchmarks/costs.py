@@ -19,8 +19,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.models import REFERENCE, build
+from planner.choices import CostSource
 from planner.planfile.atomic_file import write_atomically
-from planner.planning.options import CostSource, PlanOptions
+from planner.planning.options import PlanOptions
 from planner.planning.prepare import prepare
 from planner.planning.prepared import Prepared
 from planner.training_step.step import Step

@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import planner
 from benchmarks.one_by_one import ROOT, load, run_each, work
 from benchmarks.operator_cases import FORMS, KINDS, Sample, names, runs, samples, step_of
+from planner.choices import BackendChoice
 from planner.errors import PlanWarning
-from planner.planfile.schema import BackendChoice
 from planner.planning.options import PlanOptions
 
 VERDICTS = ("ok", "measured less", "OVER", "DIFFERENT", "told", "refused", "FAILED", "unable")

@@ -26,7 +26,7 @@ from rich.progress import track
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
-from planner.planfile.schema import BackendChoice
+from planner.choices import BackendChoice
 from planner.planning.options import PlanOptions
 from tests.random_modules import random_module
 from tests.random_operations import SHAPES, Kind

@@ -26,9 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
 from planner.batch.interpolate import SizedSteps
+from planner.choices import SplitWhat
 from planner.estimation.checkpointed import with_checkpoints
 from planner.estimation.estimate import prepared_step
-from planner.planning.options import SplitWhat, StepKeywords
+from planner.planning.options import StepKeywords
 from planner.planning.prepared import Prepared
 from planner.planning.solve import plan_prepared
 

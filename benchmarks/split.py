@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 import planner
 from benchmarks.time_truth import SETTINGS
-from planner.planning.options import SplitWhat
+from planner.choices import SplitWhat
 from planner.verification.measure import measure_peak, time_steps
 
 MIB = 2**20

@@ -33,8 +33,8 @@ import planner
 from benchmarks.at_peak import at_peak
 from benchmarks.one_by_one import ROOT, load, run_each, work
 from benchmarks.zoo_variants import VARIANTS, Variant
+from planner.choices import BackendChoice
 from planner.errors import PlanWarning
-from planner.planfile.schema import BackendChoice
 from planner.planning.make_plan import make_plan
 from planner.planning.options import PlanOptions
 from planner.planning.prepare import prepare

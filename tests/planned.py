@@ -27,13 +27,13 @@ def planned_gpt() -> Planned:
     caught = []
     model, args, kwargs = small_gpt(layers=4)
     with pytest.MonkeyPatch.context() as patch:
-        original = make_plan._graph_records
+        original = make_plan.graph_records
 
         def catch(captured, problem, solution):  # type: ignore[no-untyped-def]
             caught.append((problem, solution.schedule))
             return original(captured, problem, solution)
 
-        patch.setattr(make_plan, "_graph_records", catch)
+        patch.setattr(make_plan, "graph_records", catch)
         plan = planner.plan(model, args=args, kwargs=kwargs, budget="50%", solver="sqrt_n")
     problem, schedule = caught[-1]
     return Planned(plan, problem, schedule)

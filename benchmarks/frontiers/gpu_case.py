@@ -20,8 +20,9 @@ from benchmarks.frontiers.gpu_ways import arithmetic, checkpointed, compiled
 from benchmarks.frontiers.stand_in_recorder import stand_in
 from planner.allocator.recorded import RecordedRun, SnapshotError, recorded_run, replay
 from planner.allocator.settings import AllocatorSettings
+from planner.choices import CostSource
 from planner.planfile.schema import BackendName, WholeStep
-from planner.planning.options import CostSource, PlanKeywords
+from planner.planning.options import PlanKeywords
 from planner.training_step.step import find_loss
 from planner.verification.measure import measure_peak, measure_seconds
 from planner.verification.verify import Report

@@ -365,7 +365,7 @@ STEPS = [
         "All are.",
         (
             Change(
-                "planner/costs/workspace.py",
+                "planner/costs/made_up/real_arguments.py",
                 "        give(call, args, kwargs)\n",
                 "",
             ),

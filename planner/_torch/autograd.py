@@ -365,20 +365,3 @@ def after_this_backward(call: Callable[[], None]) -> None:
     """Call a function at the end of the running backward."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)
-
-
-def edge_of(tensor: torch.Tensor) -> tuple[Any, int]:
-    """The autograd node that computed a tensor, and the tensor's position among its results."""
-    edge = get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
-
-
-def edges_behind(start: tuple[Any, int]) -> Iterator[tuple[Any, int]]:
-    """The edge, and those behind it in the autograd graph."""
-    seen, waiting = {start}, [start]
-    while waiting:
-        edge = waiting.pop()
-        yield edge
-        further = [e for e in edge[0].next_functions if e[0] is not None and e not in seen]
-        seen.update(further)
-        waiting += further

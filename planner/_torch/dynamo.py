@@ -19,7 +19,6 @@ from torch._dynamo.utils import ExactWeakKeyDictionary
 
 from planner._torch.compat import of_graphs, takes_argument
 from planner._torch.layouts.shape_functions import layouts_of_kernels, widen_grouped_products
-from planner._torch.tracing.breaks.gradients_inside import GRADIENTS_INSIDE
 from planner._torch.tracing.breaks.graph_breaks import reason_of
 from planner._torch.tracing.breaks.known_breaks import forget_known_breaks
 from planner._torch.tracing.callbacks import Callback, call_ours_in_any_stance
@@ -67,7 +66,8 @@ _DYNAMO_CONFIG: dict[str, Any] = {
     "assume_static_by_default": True,
     # A counter among a module's attributes would otherwise mean a capture for each of its values.
     "allow_unspec_int_on_nn_module": True,
-    **GRADIENTS_INSIDE,
+    # torch.autograd.grad inside of a forward becomes operations of the graph.
+    "trace_autograd_ops": True,
     # Symbolic floats become tensors, which round differently.
     "specialize_float": True,
     # addcdiv_ and the like are otherwise taken apart, and round differently.

@@ -195,15 +195,16 @@ PATCHES = (
         for_good=True,
     ),
     Patch(
-        f"{_VARIABLES}.higher_order_ops.CheckpointHigherOrderVariable.create_wrapped_node",
-        "a checkpoint that updates buffers would update them once instead of twice",
-        "test_own_checkpoints",
+        f"{_VARIABLES}.misc.AutogradFunctionVariable.call_apply",
+        "under torch.func a function of the user's would be differentiated without its own backward",
+        "test_gradients_inside",
         for_good=True,
     ),
     Patch(
         f"{_VARIABLES}.higher_order_ops.CheckpointHigherOrderVariable._call_function",
-        "a reentrant checkpoint would have gradients that it has not in eager",
-        "test_own_checkpoints",
+        "a checkpoint that updates buffers would update them once instead of twice, and a reentrant one "
+        "have gradients that it has not in eager",
+        "test_refused",
         for_good=True,
     ),
     Patch(
@@ -233,16 +234,6 @@ PATCHES = (
     Patch(
         f"{_AOT}.aot_autograd.run_functionalized_fw_and_collect_metadata",
         "tangents are traced as they lie in the step",
-        "test_tangent_layouts",
-    ),
-    Patch(
-        f"{_AOT}._aot_autograd.runtime_wrappers.run_functionalized_fw_and_collect_metadata",
-        "the same",
-        "test_tangent_layouts",
-    ),
-    Patch(
-        f"{_AOT}._aot_autograd.graph_capture_wrappers.run_functionalized_fw_and_collect_metadata",
-        "the same",
         "test_tangent_layouts",
     ),
     Patch(

@@ -9,6 +9,7 @@ import torch
 
 from planner.batch.interpolate import Sized, SizedSteps
 from planner.batch.points import BatchChoice, BatchPoint, MaxBatch, named
+from planner.choices import Outputs
 from planner.errors import InfeasibleBudget
 from planner.planfile.budget import Budget, format_bytes
 from planner.planfile.schema import WholeStep
@@ -19,7 +20,7 @@ from planner.progress import Progress
 from planner.training_step.generators import generators_restored
 from planner.training_step.inputs import InputError, read_inputs, read_step
 from planner.training_step.python_state import PythonState
-from planner.training_step.step import Loss, Outputs, Step
+from planner.training_step.step import Loss, Step
 from planner.user_plan import Plan
 from solvers import portfolio
 from solvers.effort import Effort

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from planner._torch.cuda.attention import Attention
+from planner.choices import Attention
 from planner.graph.joint_graph import JointGraph
 from planner.graph.spec import GraphSpec
 from planner.training_step.recorder import Recording

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from planner._torch.execution.function_calls import DIFFERENTIATED_TWICE
-from planner._torch.joint.gradients_inside import MEET_OUTSIDE
 from planner._torch.tracing.breaks import graph_breaks
 from planner.capture.on_a_copy import NotWithoutDataError
 from planner.errors import CaptureError
+from planner.hooks.gradients_inside import MEET_OUTSIDE
 from planner.training_step.copies import described
 from planner.training_step.recorder import Recording
 
@@ -57,6 +57,11 @@ def failed(
         eager: Whether the step runs without graphs.
     """
     text = described(doing, error)
+    if "don't yet support saved tensor hooks" in text:
+        return CaptureError(
+            f"{text}. Replays do not follow torch.func, and no graph has a torch.autograd.Function "
+            "inside of one. Take these gradients by torch.autograd.grad, or plan submodules without them"
+        )
     if eager and any(sign in text for sign in _OF_GRADIENTS_INSIDE):
         places = graph_breaks.distinct_places(map(graph_breaks.break_reason, graphs))
         where = f" (one ended at {'; '.join(places[:3])})" if places else ""

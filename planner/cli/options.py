@@ -4,11 +4,11 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from planner import choices
 from planner.cli.builder import load_reference
 
 if TYPE_CHECKING:
@@ -31,15 +31,8 @@ Loss = Annotated[
 ]
 
 
-class Outputs(StrEnum):
-    """Whether the training loop still has the module's outputs while backward runs."""
-
-    held = "held"
-    dropped = "dropped"
-
-
 OutputsName = Annotated[
-    Outputs,
+    choices.Outputs,
     typer.Option(
         "--outputs",
         help="held: the training loop still has the model's outputs while backward runs; dropped: it has "
@@ -47,7 +40,7 @@ OutputsName = Annotated[
     ),
 ]
 MeasuredOutputs = Annotated[
-    Outputs | None,
+    choices.Outputs | None,
     typer.Option("--outputs", help="held or dropped while backward runs; as planned if not given."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -58,71 +51,6 @@ FigurePath = Annotated[
 ]
 
 
-class CostSource(StrEnum):
-    """Where the seconds of operations come from."""
-
-    auto = "auto"
-    roofline = "roofline"
-    measured = "measured"
-
-
-class Attention(StrEnum):
-    """Kernels of scaled dot product attention."""
-
-    cudnn = "cudnn"
-    flash = "flash"
-    efficient = "efficient"
-    math = "math"
-
-
-class Inputs(StrEnum):
-    """What happens to a step's inputs before its backward."""
-
-    unchanged = "unchanged"
-    overwritten = "overwritten"
-
-
-class Effort(StrEnum):
-    """How long the solver "auto" searches."""
-
-    fast = "fast"
-    best = "best"
-
-
-class SplitWhat(StrEnum):
-    """What may be computed in pieces."""
-
-    none = "none"
-    loss = "loss"
-    auto = "auto"
-
-
-class Backend(StrEnum):
-    """What runs a plan."""
-
-    eager = "eager"
-    graph = "graph"
-    replay = "replay"
-    auto = "auto"
-    inductor = "inductor"
-    cudagraphs = "cudagraphs"
-
-
-class Encodings(StrEnum):
-    """Whether masks may be kept as bits."""
-
-    auto = "auto"
-    none = "none"
-
-
-class Offload(StrEnum):
-    """Where results may be kept that the backward reads."""
-
-    none = "none"
-    disk = "disk"
-    host = "host"
-
-
 Solver = Annotated[str, typer.Option(help="How to search for the plan.")]
 DeviceName = Annotated[
     str | None,
@@ -130,11 +58,11 @@ DeviceName = Annotated[
 ]
 OptimizerName = Annotated[str | None, typer.Option(help="An optimizer whose state to count, as adamw.")]
 AttentionName = Annotated[
-    Attention | None,
+    choices.Attention | None,
     typer.Option(help="Planning for a GPU without one: its attention kernel, if not PyTorch's choice."),
 ]
 CostName = Annotated[
-    CostSource,
+    choices.CostSource,
     typer.Option(help="Seconds of operations: by the device's figures, or timed on the device at hand."),
 ]
 Accumulate = Annotated[
@@ -142,22 +70,22 @@ Accumulate = Annotated[
     typer.Option("--accumulate", help="Gradients are there when the step begins, and are added to."),
 ]
 InputsName = Annotated[
-    Inputs,
+    choices.InputsAre,
     typer.Option(
         "--inputs",
         help="Whether inputs, buffers or biases are overwritten before the backward: it then reads copies.",
     ),
 ]
 EffortName = Annotated[
-    Effort,
+    Literal["fast", "best"],
     typer.Option("--effort", help="How long solver auto searches: fast, or best for up to a minute."),
 ]
 EncodingsName = Annotated[
-    Encodings,
+    choices.Encodings,
     typer.Option(help="Whether masks may be kept as bits, eight to a byte, where that is better."),
 ]
 OffloadName = Annotated[
-    Offload,
+    choices.Offload,
     typer.Option(
         help="Where results may be kept until the backward reads them: disk for the CPU, host for a GPU."
     ),
@@ -166,7 +94,7 @@ HostBudget = Annotated[
     str | None, typer.Option(metavar="BYTES", help="The most that may be kept there, as 64GiB.")
 ]
 BackendName = Annotated[
-    Backend,
+    choices.BackendChoice,
     typer.Option(
         "--backend",
         help="What runs the plan: graphs of eager's operators (graph, or eager), the module as it is with "
@@ -175,7 +103,7 @@ BackendName = Annotated[
     ),
 ]
 SplitName = Annotated[
-    SplitWhat,
+    choices.SplitWhat,
     typer.Option(
         "--split",
         help="loss: compute what ends in the loss in pieces of rows, where that is better; auto: and MLPs. "
@@ -242,17 +170,17 @@ class StepOptions:
     """The options about the step, of every command that plans: the keywords of the same names in Python."""
 
     loss: Loss = None
-    outputs: OutputsName = Outputs.held
+    outputs: OutputsName = "held"
     optimizer: OptimizerName = None
     device: DeviceName = None
     attention: AttentionName = None
     accumulate: Accumulate = None
     in_flight: InFlight = None
-    costs: CostName = CostSource.auto
-    inputs: InputsName = Inputs.unchanged
-    effort: EffortName = Effort.fast
-    encodings: EncodingsName = Encodings.auto
-    offload: OffloadName = Offload.none
+    costs: CostName = "auto"
+    inputs: InputsName = "unchanged"
+    effort: EffortName = "fast"
+    encodings: EncodingsName = "auto"
+    offload: OffloadName = "none"
     host_budget: HostBudget = None
     regions: Regions = None
     parallel: ParallelName = None
@@ -260,12 +188,11 @@ class StepOptions:
 
     def keywords(self) -> "StepKeywords":
         """What to pass to :func:`planner.plan`, ``sweep`` or ``max_batch``."""
-        given: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        plain: Any = {name: x.value if isinstance(x, StrEnum) else x for name, x in given.items()}
-        plain["regions"] = "auto" if self.regions == ["auto"] else self.regions or None
+        given: Any = {field.name: getattr(self, field.name) for field in fields(self)}
+        given["regions"] = "auto" if self.regions == ["auto"] else self.regions or None
         if self.loss is not None:
-            plain["loss"] = load_reference(self.loss)
-        return plain  # type: ignore[no-any-return]
+            given["loss"] = load_reference(self.loss)
+        return given  # type: ignore[no-any-return]
 
 
 def with_step_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -147,7 +147,7 @@ class MeasuredCosts:
 
     def save(self) -> None:
         """Keep the new times on disk, and no memory that operations were timed with."""
-        self._meter.let_go()
+        self._meter.made_up.let_go()
         self._memory = None
         write_entries(self._path, self._environment, {key: [timed] for key, timed in self._new.items()})
         self._new = {}

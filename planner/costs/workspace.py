@@ -6,9 +6,7 @@ other arguments, runs on tensors made for the purpose, one at a time, and its al
 results are kept in memory and on disk.
 """
 
-import functools
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -25,14 +23,13 @@ from planner._torch.execution.allocator_events import (
     record_cpu_allocations,
 )
 from planner._torch.execution.plain_execution import plain_execution
-from planner._torch.fake import concrete_size, tree_leaves
-from planner._torch.operators import OpOverload, asked_for, is_collective, is_foreign
-from planner._torch.tensors import as_lazy_as, call_tensors, has_tensors
+from planner._torch.fake import tree_leaves
+from planner._torch.operators import OpOverload, asked_for, is_collective
+from planner._torch.tensors import call_tensors, has_tensors
 from planner.costs.collectives import copied_bytes
 from planner.costs.devices import CUDA_ROUNDING_BYTES
-from planner.costs.host_tensors import read_on_host
-from planner.costs.made_up.arguments import complete
-from planner.costs.made_up.found_elements import check, give, told_sizes
+from planner.costs.made_up.found_elements import check, told_sizes
+from planner.costs.made_up.real_arguments import RealArguments
 from planner.costs.measurement_cache import (
     Entries,
     call_signature,
@@ -41,7 +38,6 @@ from planner.costs.measurement_cache import (
     read_entries,
     write_entries,
 )
-from planner.costs.whole_storage import whole_storage
 from planner.interrupts import raise_interrupt
 from planner.training_step.call import Call
 
@@ -111,6 +107,7 @@ class WorkspaceMeter:
         failures: Operators that could not be run, with the reason, by signature. Their workspace counts as 0.
         unmeasured: Operators that were not run, since that would end an open profiler session. They count as
             0, too.
+        made_up: What they are run with.
     """
 
     def __init__(self, device: torch.device | str, cache_path: Path | str | None = "default") -> None:
@@ -127,11 +124,11 @@ class WorkspaceMeter:
         self._remembered: Entries = {}
         self._masks_false: set[str] = set()
         self._timed: dict[str, TimedRun] = {}
-        self._last_made: list[torch.Tensor] = []
         if cache_path == "default":
             cache_path = default_cache_path()
         self._path = None if cache_path is None else Path(cache_path)
         self._environment = environment(self.device)
+        self.made_up = RealArguments(self.device)
         self._loaded = False
 
     def measure(self, calls: Iterable[Call], progress: OnMeasured | None = None) -> list[OpMemory]:
@@ -167,10 +164,6 @@ class WorkspaceMeter:
     def run_of(self, call: Call) -> TimedRun | None:
         """How long a call took when it was measured; None where it was not, or not on a CPU."""
         return self._timed.get(_signature(call)) if self._timed else None
-
-    def let_go(self) -> None:
-        """Free what the last call was run with, which is kept for the next."""
-        self._last_made = []
 
     def failed(self, calls: Iterable[Call]) -> Iterator[tuple[Call, str]]:
         """The calls among measured ones that could not be run, each with the reason."""
@@ -214,7 +207,7 @@ class WorkspaceMeter:
         outputs: dict[str, tuple[int, ...]] = {}
 
         def run_one(mark: str, key: str, call: Call) -> None:
-            args, kwargs, inputs = self._real_arguments(call, key not in self._masks_false)
+            args, kwargs, inputs = self.made_up.of(call, masks=key not in self._masks_false)
             with _grad_mode(call.func), torch.profiler.record_function(mark):
                 began, before = time.perf_counter(), time.process_time()
                 result = asked_for(call.func, call.args, call.func(*args, **kwargs))
@@ -241,7 +234,7 @@ class WorkspaceMeter:
 
     def _run_on_cuda(self, chunk: Mapping[str, Call]) -> dict[str, _Run]:
         def run_one(key: str, call: Call, *, exactly: bool = False) -> _Run:
-            args, kwargs, inputs = self._real_arguments(call, key not in self._masks_false)
+            args, kwargs, inputs = self.made_up.of(call, masks=key not in self._masks_false)
 
             def run() -> Any:
                 with _grad_mode(call.func):
@@ -288,87 +281,9 @@ class WorkspaceMeter:
         Raises:
             Exception: The call must not be run, or no such tensors can be made.
         """
-        args, kwargs, _ = self._real_arguments(call, masks=False)
+        args, kwargs, _ = self.made_up.of(call, masks=False)
         with _grad_mode(call.func):
             yield args, kwargs
-
-    def _real_arguments(
-        self, call: Call, masks: bool
-    ) -> tuple[list[Any], dict[str, Any], list[torch.Tensor]]:
-        """The arguments with real tensors in the place of fake ones, and those tensors."""
-        if is_foreign(call.func):  # may have effects, or may not survive made-up inputs
-            raise ValueError("not run: operators from outside PyTorch may have effects")
-        tensors, whole = call_tensors([call.args, call.kwargs]), whole_storage(call.func, call.args)
-        needed = 2 * sum(_storage_length(t) * t.element_size() for t in tensors)
-        if whole is not None:
-            needed += 2 * whole[0] * call.args[0].element_size()
-        if needed > (available := _available_bytes(self.device)):
-            raise MemoryError(f"not run: it needs about {needed} bytes and {available} are free")
-        # New memory of the system's takes longer to fill than memory that is there: sizes are often the same.
-        spare, self._last_made = self._last_made, []
-        on_host = read_on_host(call.func, call.args, call.kwargs)
-        made = {id(t): torch.zeros(_concrete(t.shape), dtype=t.dtype) for t in on_host}
-        # Factorisations and solvers need matrices that are well conditioned.
-        matrices = "linalg" in str(call.func) or "cholesky" in str(call.func)
-
-        def real(nest: Any) -> Any:
-            if isinstance(nest, torch.Tensor):
-                if id(nest) not in made:
-                    inside = whole if whole is not None and nest is call.args[0] else None
-                    made[id(nest)] = self._made_tensor(nest, matrices, masks, inside, spare)
-                return made[id(nest)]
-            if isinstance(nest, (list, tuple)):
-                return type(nest)(real(item) for item in nest)
-            if isinstance(nest, torch.SymInt):
-                return concrete_size(nest)
-            if isinstance(nest, torch.device) and nest.type == "meta":
-                return self.device
-            return nest
-
-        args = [real(argument) for argument in call.args]
-        kwargs = {name: real(argument) for name, argument in call.kwargs.items()}
-        complete(call.func.overloadpacket, args)
-        give(call, args, kwargs)
-        return args, kwargs, list(made.values())
-
-    def _made_tensor(
-        self,
-        like: torch.Tensor,
-        matrix: bool,
-        masks: bool,
-        inside: tuple[int, int] | None,
-        spare: list[torch.Tensor],
-    ) -> torch.Tensor:
-        """A tensor of the same shape, strides and dtype.
-
-        Floats are about 1, which is valid as a variance and a probability too, and integers 0, which is valid
-        as an index. On a CPU floats differ: the time to find a maximum depends on it.
-
-        Args:
-            like: The tensor.
-            matrix: Whether square matrices must be well conditioned.
-            masks: The value of booleans.
-            inside: The number of elements of its storage, and its offset; None for the smallest storage.
-            spare: Memory of tensors that are no longer needed; what is used is taken out.
-        """
-        if like.layout is not torch.strided:
-            raise ValueError(f"not run: an input has layout {like.layout}")
-        device = self.device if like.device.type == "meta" else like.device
-        floating = like.is_floating_point() or like.is_complex()
-        length, start = inside or (_storage_length(like), 0)
-        ones = masks if like.dtype is torch.bool else floating
-        if like.is_floating_point() and device.type == "cpu" and not matrix:
-            fits = (n for n, old in enumerate(spare) if old.dtype is like.dtype and len(old) == length)
-            place = next(fits, None)
-            flat = torch.empty(length, dtype=like.dtype, device=device) if place is None else spare.pop(place)
-            _fill(flat)
-            self._last_made.append(flat)
-        else:
-            flat = torch.full((length,), int(ones), dtype=like.dtype, device=device)
-        made = flat.as_strided(_concrete(like.shape), _concrete(like.stride()), start)
-        if matrix and floating and made.dim() >= 2 and made.shape[-1] == made.shape[-2]:
-            made.diagonal(dim1=-2, dim2=-1).fill_(made.shape[-1] + 1.0)
-        return as_lazy_as(like, made)
 
     def _load(self) -> None:
         if not self._loaded:
@@ -400,34 +315,6 @@ def _allocates(func: object) -> bool:
     return not (is_view and func.overloadpacket not in _MAY_COPY)
 
 
-def _storage_length(tensor: torch.Tensor) -> int:
-    """Elements from a tensor's first to its last in memory."""
-    sizes = _concrete(tensor.shape)
-    if tensor.layout is not torch.strided or 0 in sizes:
-        return 0
-    strides = _concrete(tensor.stride())
-    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-
-
-def _fill(flat: torch.Tensor) -> None:
-    """Write floats between a half and 1, the same ones each time."""
-    values = _values(flat.dtype)
-    whole = len(flat) // len(values) * len(values)
-    flat[:whole].view(-1, len(values)).copy_(values)
-    flat[whole:].copy_(values[: len(flat) - whole])
-
-
-@functools.cache
-def _values(dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    floats = torch.rand(1 << 16, generator=generator, dtype=torch.float32, device="cpu")
-    return floats.add_(1.0).div_(2.0).to(dtype)
-
-
-def _concrete(sizes: Iterable[int]) -> list[int]:
-    return [concrete_size(size) for size in sizes]
-
-
 def _output_bytes(result: Any, inputs: Iterable[torch.Tensor], on: str = "cpu") -> tuple[int, ...]:
     seen = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     sizes = []
@@ -440,17 +327,6 @@ def _output_bytes(result: Any, inputs: Iterable[torch.Tensor], on: str = "cpu") 
                 size = storage.nbytes()
         sizes.append(size)
     return tuple(sizes)
-
-
-def _available_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _grad_mode(func: OpOverload) -> AbstractContextManager[None]:

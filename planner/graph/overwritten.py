@@ -7,18 +7,16 @@ copies, which the forward takes and the plan counts.
 """
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch.fx import Node
 
 from planner._torch import fake
 from planner._torch.joint import aot_metadata
+from planner.choices import InputsAre
 from planner.errors import PlannerError
 from planner.graph.joint_graph import JointGraph
-
-InputsAre = Literal["unchanged", "overwritten"]
-"""Whether a step's inputs change between its forward and its backward."""
 
 
 class InputsError(PlannerError, ValueError):

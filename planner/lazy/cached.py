@@ -17,7 +17,7 @@ from planner.planfile.budget import Budget, parse_budget
 from planner.planfile.fingerprint import class_name, same_class, state_digest
 from planner.planfile.plan import PlanRecord, TensorRecord
 from planner.planning.make_plan import input_records
-from planner.planning.prepare import device_of
+from planner.planning.one_backend import device_of
 from planner.training_step.step import Step
 from planner.version import __version__
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, model_validator
 
+from planner.choices import InputsAre, Offload, Outputs
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -15,12 +17,6 @@ that Inductor makes of the graphs; or graphs operator by operator, recorded as C
 
 BY_OPERATORS = ("eager", "cudagraphs")
 """The backends that run a graph's operators as eager does."""
-
-BackendChoice = Literal["auto", "graph", "eager", "replay", "inductor", "cudagraphs"]
-"""What can be asked for: "graph" and "eager" are the same; "auto" chooses between it and "replay"."""
-
-Offload = Literal["none", "disk", "host"]
-"""Where a plan may keep results until the backward reads them: in files, or in the host's memory."""
 
 MOST_OPS = 2_000_000
 MOST_STEPS = 2_000_000
@@ -200,7 +196,7 @@ class ModelRecord(Record):
     class_name: Name
     training: bool
     inputs: Listed[TensorRecord] = Field(max_length=100_000)
-    outputs: Literal["held", "dropped"] = Field(
+    outputs: Outputs = Field(
         default="held", description="whether the training loop still has the outputs while backward runs"
     )
     parameter_count: Count
@@ -263,7 +259,7 @@ class Target(Record):
     )
     budget_text: Name = Field(description="the budget as it was written")
     device: Label
-    inputs: Literal["unchanged", "overwritten"] = Field(
+    inputs: InputsAre = Field(
         default="unchanged",
         description="what happens to inputs, buffers and biases before the backward; overwritten: re-runs "
         "read copies of them",

@@ -6,6 +6,7 @@ from typing import get_args
 import torch
 
 from planner.capture.captured_step import CapturedStep
+from planner.choices import CostSource
 from planner.costs.devices import Device
 from planner.costs.eager_timeline import peak_by_shapes
 from planner.costs.kernel_timer import MeasuredCosts
@@ -13,7 +14,6 @@ from planner.costs.measurement_cache import call_signature
 from planner.costs.roofline import Costs, Roofline, roofline
 from planner.costs.workspace import WorkspaceMeter
 from planner.errors import PlannerError
-from planner.planning.options import CostSource
 from planner.progress import Progress
 from planner.training_step.recorder import Recording
 from planner.training_step.step import unique_storages

@@ -10,31 +10,31 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypedDict, TypeVar, get_args
+from typing import Any, TypedDict, TypeVar, get_args
 
 import torch
 
-from planner._torch.cuda.attention import Attention
+from planner.choices import (
+    Attention,
+    BackendChoice,
+    CostSource,
+    Encodings,
+    InputsAre,
+    Offload,
+    Outputs,
+    SplitWhat,
+)
 from planner.costs.devices import Device
 from planner.costs.optimizer_step import Optimizer, optimizer_class
-from planner.graph.overwritten import InputsAre, checked_inputs
+from planner.graph.overwritten import checked_inputs
 from planner.parallel.recorded import parallel_of
 from planner.parallel.strategies import Parallel, read_parallel
 from planner.planfile.plan import PlanRecord
-from planner.planfile.schema import BackendChoice, Offload
 from planner.training_step.inputs import InputError
 from planner.training_step.regions import Regions
-from planner.training_step.step import Loss, Outputs, checked_outputs
+from planner.training_step.step import Loss, checked_outputs
 from solvers.effort import Effort
 from solvers.registry import SOLVERS
-
-CostSource = Literal["auto", "roofline", "measured"]
-
-Encodings = Literal["auto", "none"]
-"""Whether masks may be kept as bits."""
-
-SplitWhat = Literal["none", "loss", "auto"]
-"""What may be computed in pieces."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

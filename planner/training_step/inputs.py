@@ -13,10 +13,11 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from planner._torch.module_paths import calls_forward_as_given
+from planner.choices import Outputs
 from planner.errors import PlannerError
 from planner.training_step.generators import generators_restored
 from planner.training_step.python_state import PythonState
-from planner.training_step.step import Loss, Outputs, Step, checked_outputs
+from planner.training_step.step import Loss, Step, checked_outputs
 
 Inputs = Sequence[Any] | Mapping[str, Any] | torch.Tensor | DataLoader[Any] | None
 """Example inputs: a tuple or list of positional arguments, a tensor as the only argument, a mapping of

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -15,13 +15,11 @@ from planner._torch.autocast_state import without_autocast
 from planner._torch.distributed import pipelines_let_go
 from planner._torch.tensors import held_tensors, storage_number
 from planner.addresses import identity
+from planner.choices import Outputs
 from planner.errors import CaptureError, PlannerError
 from planner.module_parts import parts_of
 
 Loss = Callable[[Any], torch.Tensor]
-Outputs = Literal["held", "dropped"]
-"""Whether the module's outputs live on while backward runs: in ``out = model(x); out.loss.backward()`` they
-do, in ``model(x).loss.backward()`` and in trainers, which pass on the loss alone, they do not."""
 
 NESTED = (
     "nested tensors cannot be planned: pad them, or leave the layers that use them out of the planned module"

@@ -13,6 +13,7 @@ from planner._torch import modules
 from planner._torch.autocast_state import what_is_noted_stays
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner.blocks.running import blocks_run_as_written
+from planner.choices import Outputs
 from planner.errors import PlanMismatch
 from planner.interrupts import at_stages, held_interrupts
 from planner.planfile.plan import PlanRecord
@@ -22,7 +23,7 @@ from planner.runtime.install import check_fits, installed_plan, put_in
 from planner.runtime.plan_call import PlanCall
 from planner.training_step.arrivals.suspended import only_hooks_that_are_put_back
 from planner.training_step.inputs import InputError, Inputs, read_step
-from planner.training_step.step import Loss, Outputs, Step, checked_outputs, tensors_in
+from planner.training_step.step import Loss, Step, checked_outputs, tensors_in
 from planner.training_step.wrappers import refuse_without_shape
 from planner.verification.again import look_again
 from planner.verification.compared_steps import ComparedSteps

@@ -13,6 +13,7 @@ from planner.batch.points import MaxBatch
 from planner.costs.devices import find_device
 from planner.costs.optimizer_step import OptimizerStep, optimizer_step
 from planner.errors import BudgetError
+from planner.planning import one_backend
 from planner.planning.options import StepKeywords, read_options
 from planner.planning.prepared import Prepared
 from planner.training_step.inputs import InputError
@@ -147,7 +148,7 @@ def test_what_does_not_depend_on_the_batch_is_found_out_once(monkeypatch: pytest
         asked.append(args[0])
         return optimizer_step(*args)
 
-    monkeypatch.setattr(planning_prepare, "optimizer_step", counted)
+    monkeypatch.setattr(one_backend, "optimizer_step", counted)
     model = WithLoss(torch.nn.Linear(8, 4))
     options = read_options("max_batch", StepKeywords, {"optimizer": "Adam"})
 

@@ -23,7 +23,7 @@ from planner.costs.devices import (
 )
 from planner.costs.workspace import WorkspaceMeter
 from planner.errors import PlannerError
-from planner.planning import prepare
+from planner.planning import one_backend
 
 GIB = 1 << 30
 
@@ -262,9 +262,9 @@ def test_a_plan_for_the_gpu_at_hand_by_its_name_measures_on_it(monkeypatch: pyte
     def find(name: Any, model_device: torch.device | None = None) -> Device:
         return here if name is None else find_device(name, model_device)
 
-    monkeypatch.setattr(prepare, "device_of", lambda model, step: torch.device("cuda"))
-    monkeypatch.setattr(prepare, "find_device", find)
-    monkeypatch.setattr(prepare, "WorkspaceMeter", meter)
+    monkeypatch.setattr(one_backend, "device_of", lambda model, step: torch.device("cuda"))
+    monkeypatch.setattr(one_backend, "find_device", find)
+    monkeypatch.setattr(one_backend, "WorkspaceMeter", meter)
     made = planner.plan(model, (torch.randn(2, 4),), budget="100GiB", device="H100", solver="none")
     assert asked == ["cuda"]
     assert made.target.workspace == "measured"

@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.costs import workspace
 from planner.costs.eager_timeline import real_sizes
+from planner.costs.made_up import real_arguments
 from planner.costs.workspace import NOT_RUN, OpMemory, WorkspaceMeter
 from planner.training_step.call import Call
 
@@ -40,7 +41,7 @@ def flash_backward() -> Call:
 def meter(monkeypatch: pytest.MonkeyPatch) -> WorkspaceMeter:
     """One for a GPU; under a mode without data its arguments can be made without one."""
     monkeypatch.setattr(workspace, "environment", lambda device: "a GPU")
-    monkeypatch.setattr(workspace, "_available_bytes", lambda device: 2**40)
+    monkeypatch.setattr(real_arguments, "_available_bytes", lambda device: 2**40)
     return WorkspaceMeter("cuda", cache_path=None)
 
 
@@ -52,7 +53,7 @@ def test_what_a_kernel_reads_on_the_host_is_made_there(
         call = make()
         with meter.arguments(call) as (args, _):  # as the timer makes them
             devices = {i: a.device.type for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
-            made, _, _ = meter._real_arguments(call, masks=True)  # as the meter makes them
+            made, _, _ = meter.made_up.of(call, masks=True)  # as the meter makes them
     assert {i for i, device in devices.items() if device == "cpu"} == on_host
     assert len(devices) > 6
     for i in devices:

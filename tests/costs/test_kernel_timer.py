@@ -188,4 +188,4 @@ def test_made_up_floats_differ_and_are_about_one(dtype: torch.dtype) -> None:
             assert not args[0][2].any()
             assert not args[0][3].any()
             assert [made.stride() for made in args[0]] == [t.stride() for t in (wide, thin, other, mask)]
-    meter.let_go()
+    meter.made_up.let_go()

@@ -315,7 +315,7 @@ def test_masks_are_tried_both_ways() -> None:
 
 def test_made_up_data_stop_no_kernel() -> None:
     """A GPU cannot be used any more after a kernel that found data to be wrong."""
-    made = WorkspaceMeter("cpu", None)._real_arguments
+    made = WorkspaceMeter("cpu", None).made_up.of
     for mask in (meta(10, dtype=torch.bool), meta(10, 1, dtype=torch.bool), meta(1, dtype=torch.bool)):
         for operator in (aten.masked_scatter.default, aten.masked_scatter_.default):
             (x, chosen, source), _, _ = made(Call(operator, (meta(10, 10), mask, meta(2))), masks=True)

@@ -72,7 +72,7 @@ CHANGED = {
             ),
         ],
         "planner/cli/options.py": [
-            ("    effort: EffortName = Effort.fast\n", '\\g<0>    label: str = ""\n'),
+            ('    effort: EffortName = "fast"\n', '\\g<0>    label: str = ""\n'),
         ],
         "planner/planning/make_plan.py": [
             (

@@ -11,7 +11,7 @@ import torch.nn as nn
 
 import planner
 from planner import PlanWarning
-from planner.planning.options import Encodings
+from planner.choices import Encodings
 from planner.runtime.install import PlannedCall, installed_plan
 from planner.verification.measure import measure_peak
 from tests.installed import apply_plan, assert_equal, gpt, gradients_of, plan_for

@@ -10,16 +10,16 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
 from planner._torch.compat import version
+from planner.choices import Attention
 from planner.errors import CaptureError
 
 aten = torch.ops.aten
 
-Attention = Literal["cudnn", "flash", "efficient", "math"]
 ATTENTION: tuple[Attention, ...] = get_args(Attention)
 
 # As PyTorch numbers them.

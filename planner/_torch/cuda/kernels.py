@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 
-from planner._torch.cuda.attention import Attention, AttentionCall, choose_attention, obstacle
+from planner._torch.cuda.attention import AttentionCall, choose_attention, obstacle
 from planner._torch.cuda.attention import attend as attend_by
 from planner._torch.cuda.layouts import layouts_of_cuda
 from planner._torch.cuda.normalisations import fused_normalisations, normalisations_of_cuda
 from planner._torch.execution.decompositions import kernels_of_eager
 from planner._torch.patches import kernels_replaced
+from planner.choices import Attention
 from planner.errors import CaptureError
 
 aten = torch.ops.aten

@@ -11,8 +11,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 _CALL = torch.ops.higher_order.autograd_function_apply
-BACKWARD_OF_A_FUNCTION = "bwd_body"
-"""Names of the graphs of backwards begin with this."""
 DIFFERENTIATED_TWICE = (
     "a torch.autograd.Function of the model is differentiated twice, which a captured graph cannot"
 )

@@ -19,7 +19,6 @@ from planner._torch.autocast_state import AutocastState, autocast_state, under_a
 from planner._torch.execution.checkpoints import as_written
 from planner._torch.execution.settings import default_dtype
 from planner._torch.joint import aot_metadata
-from planner._torch.joint.gradients_inside import MEET_OUTSIDE, differentiated_inputs, meet_outside
 from planner._torch.joint.memory_layout import is_cut_out, is_part
 from planner._torch.module_paths import described_input
 from planner._torch.tracing.hindrances import saved_tensors_are_changed
@@ -39,6 +38,7 @@ from planner.graph.spec import GraphSpec
 from planner.graph.tangent_layouts import TangentLayouts
 from planner.graph.trace import TracedGraph, trace_joint
 from planner.hooks.autocast_cast_cache import AutocastCastCache
+from planner.hooks.gradients_inside import MEET_OUTSIDE, differentiated_inputs, meet_outside
 from planner.hooks.unused_outputs import UnusedOutputs
 from planner.hooks.written_in_place import WrittenInPlace
 from planner.lowering.lowerings import Lowering
@@ -161,7 +161,7 @@ class GraphRunner:
     def __call__(self, *args: Any) -> Any:
         if saved_tensors_are_changed():
             return tuple(self._probed(*args))
-        if meet_outside(args, self._differentiated, siblings=self._compiled is None):
+        if meet_outside(args, self._differentiated):
             raise RuntimeError(MEET_OUTSIDE)
         if self._compiled is not None:
             compiled = self._variants.get(self._calls, self)._compiled

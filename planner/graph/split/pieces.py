@@ -27,7 +27,8 @@ from planner.graph.spec import Split, SplitRuns
 from planner.graph.split.emitter import Emitter, called, tensors_in
 from planner.graph.split.linear import is_linear
 from planner.graph.split.loops import join_loops
-from planner.graph.split.rules import Piecewise, Rows, given, shape_of
+from planner.graph.split.rows import Piecewise, Rows
+from planner.graph.split.rules import given, shape_of
 from planner.graph.split.runs import Run, find_runs
 
 aten = torch.ops.aten

@@ -1,95 +1,19 @@
-"""How an operation is computed for some of its rows, operator by operator.
-
-The rows of a tensor are one or several of its dimensions that lie beside each other: (batch, sequence) of
-logits of (batch, sequence, vocabulary). In a piece they are one dimension.
-"""
+"""How an operation is computed for some of its rows, operator by operator."""
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from planner._torch.execution.mask_operators import DRAW_MASK, MASKED_PRODUCT
 from planner._torch.operators import uses_generator
+from planner.graph.split.rows import Known, Part, Piecewise, Rows
 
 aten = torch.ops.aten
-
-
-class Rows(NamedTuple):
-    """The dimensions of a tensor that are rows, from `start` to before `end`, once the slices of rows that
-    `parts` lists are taken of those that the run begins with."""
-
-    start: int
-    end: int
-    parts: tuple["Part", ...] = ()
-
-    def of(self, sizes: Sequence[int]) -> Sequence[int]:
-        """The sizes of the dimensions that are rows."""
-        return sizes[self.start : self.end]
-
-    def moved(self, by: int) -> "Rows":
-        """The same rows, as many dimensions further on."""
-        return self._replace(start=self.start + by, end=self.end + by)
-
-    def at(self, dim: int) -> bool:
-        """Whether a dimension is one of the rows."""
-        return self.start <= dim < self.end
-
-    def dim(self, dim: int) -> int:
-        """Where a dimension that is none of the rows is in a piece."""
-        return dim if dim < self.start else dim - (self.end - self.start - 1)
-
-    def sizes(self, sizes: Sequence[int], rows: int) -> list[int]:
-        """The sizes of a piece of so many rows."""
-        return [*sizes[: self.start], rows, *sizes[self.end :]]
-
-
-class Part(NamedTuple):
-    """A slice of rows, of which a dimension is sliced: the sizes of all their dimensions before, and the
-    dimension, first and last of what is taken."""
-
-    sizes: tuple[int, ...]
-    dim: int
-    begin: int
-    end: int
-
-
-Kind = Literal["rows", "product", "several", "sum", "mean"]
-"""What a result is: rows; rows that a product with a weight made; several results, each of which is taken by
-itself; or a sum or a mean over all rows."""
-
-
-@dataclass(frozen=True)
-class Piecewise:
-    """How an operation is computed for some rows.
-
-    Attributes:
-        kind: What its result is.
-        rows: The rows of its result, where it has rows.
-        operands: Which of its operands from outside of the run have rows, and where.
-        args: Its arguments in a piece of so many rows; nodes are those of the joint graph.
-        target: The operator in a piece.
-        kwargs: Its arguments by name.
-        count: How many elements are averaged in all, of a mean.
-        added: The two factors, of a product that sums over rows.
-    """
-
-    kind: Kind
-    rows: Rows | None
-    args: Callable[[int], tuple[Any, ...]]
-    target: Any
-    operands: Mapping[Node, Rows] = field(default_factory=dict)
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    count: int = 1
-    added: bool = False
-
-
-Known = Mapping[Node, Rows]
-"""What is known of a run so far: where the rows are of its values."""
 
 
 def _placed(like: Rows, of: Sequence[int], shape: Sequence[int]) -> Rows | None:

@@ -21,10 +21,8 @@ from planner._torch.module_paths import module_of
 from planner._torch.operators import uses_generator
 from planner.graph.spec import SplitRuns
 from planner.graph.split.linear import is_linear
+from planner.graph.split.rows import Part, Piecewise, Rows
 from planner.graph.split.rules import (
-    Part,
-    Piecewise,
-    Rows,
     aten,
     begin,
     computed_for,

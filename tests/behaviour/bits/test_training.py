@@ -29,8 +29,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("builder", [small_gpt, small_resnet])
+@pytest.mark.parametrize(("builder", "optimizer"), [(small_gpt, "adamw"), (small_resnet, "sgd")])
 def test_two_steps_give_the_same_weights_and_buffers(builder: Callable[[], Built], optimizer: str) -> None:
     model, args, kwargs = builder()
     twin = copy.deepcopy(model)

@@ -66,31 +66,25 @@ def break_at_checkpoints_with_effects(is_ours: IsOurs) -> None:
     written. With ``use_reentrant=True`` the part's parameters have gradients only where a
     tensor among the arguments has one.
     """
-    create = CheckpointHigherOrderVariable.create_wrapped_node
     call = CheckpointHigherOrderVariable._call_function
 
-    def unless_changed(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        result = create(self, tx, *args, **kwargs)
-        body = next((part for part in result if isinstance(part, torch.fx.GraphModule)), None)
-        if body is not None and is_ours(tx):
-            effects = _effects(body)
-            if effects.changes or (effects.draws and vars(self).get(_DRAWS_OTHERS)):
-                why = "What torch.utils.checkpoint runs again changes buffers, or draws anew, each time."
-                end_graph("a checkpoint with effects", why)
-        return result
-
-    def unless_gradients_end(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        if is_ours(tx) and torch.is_grad_enabled() and _is_reentrant(kwargs) and _gradients_end(args[1:]):
+    def unless_it_does_more(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if not is_ours(tx):
+            return call(self, tx, args, kwargs)
+        if torch.is_grad_enabled() and _is_reentrant(kwargs) and _gradients_end(args[1:]):
             why = "With use_reentrant=True gradients end here if no tensor given has one."
             end_graph("a checkpoint that gradients end at", why)
-        setattr(self, _DRAWS_OTHERS, _is_false(kwargs.get("preserve_rng_state")))
-        return call(self, tx, args, kwargs)
+        draws_others, before = _is_false(kwargs.get("preserve_rng_state")), set(tx.output.nn_modules)
+        result = call(self, tx, args, kwargs)
+        for name, body in tx.output.nn_modules.items():
+            if name not in before and isinstance(body, torch.fx.GraphModule):
+                effects = _effects(body)
+                if effects.changes or (effects.draws and draws_others):
+                    why = "What torch.utils.checkpoint runs again changes buffers, or draws anew, each time."
+                    end_graph("a checkpoint with effects", why)
+        return result
 
-    replace(CheckpointHigherOrderVariable, "create_wrapped_node", unless_changed)
-    replace(CheckpointHigherOrderVariable, "_call_function", unless_gradients_end)
-
-
-_DRAWS_OTHERS = "_planner_draws_others"
+    replace(CheckpointHigherOrderVariable, "_call_function", unless_it_does_more)
 
 
 def _is_reentrant(options: dict[str, Any]) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.variables.lists import TupleVariable
+from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
@@ -47,6 +48,7 @@ def leave_out_calls(is_ours: IsOurs) -> None:
     """End graphs of captures of ours before such calls."""
     _leave_out_settings(is_ours)
     _leave_out_handled_errors(is_ours)
+    _leave_out_gradients(is_ours)
     _leave_out_writes_through_masks(is_ours)
     _leave_out_recurrent_layers(is_ours)
     _leave_out_where("operators taken apart", torch.bilinear, is_ours, _casts_inside)
@@ -107,6 +109,38 @@ def _is_handled(tx: Any) -> bool:
             return True
         tx = tx.parent
     return False
+
+
+def _leave_out_gradients(is_ours: IsOurs) -> None:
+    """End a graph at gradients that the forward takes inside, where Dynamo would trace them wrong, silently.
+
+    It traces the backward of a ``torch.autograd.Function`` without gradients, so that gradients of its
+    gradients would be missing; under ``torch.func`` it leaves that backward out. ``tensor.backward()`` would
+    pass by hooks, and add to no gradient in place.
+    """
+    call, backward = AutogradFunctionVariable.call_apply, TensorVariable.method_backward
+
+    def differentiated_again(tx: Any, *args: Any, **named: Any) -> tuple[str, str] | None:
+        again = args[4] if len(args) > 4 else named.get("create_graph")
+        if again is None or not again.as_python_constant():
+            return None
+        if not any(name.startswith("bwd_body") for name in tx.output.nn_modules):
+            return None
+        return "gradients of gradients", "A torch.autograd.Function is differentiated, and then again."
+
+    def unless_transformed(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._functorch.peek_interpreter_stack() is not None and is_ours(tx):
+            end_graph("a transformed autograd function", "torch.func transforms a torch.autograd.Function.")
+        return call(self, tx, *args, **kwargs)
+
+    def as_written(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_ours(tx):
+            end_graph("a backward inside of the forward", "tensor.backward() is called.")
+        return backward(self, tx, *args, **kwargs)
+
+    _leave_out_where("gradients", torch.autograd.grad, is_ours, differentiated_again)
+    replace(AutogradFunctionVariable, "call_apply", unless_transformed)
+    replace(TensorVariable, "method_backward", as_written)
 
 
 def _leave_out_writes_through_masks(is_ours: IsOurs) -> None:
