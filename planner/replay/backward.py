@@ -8,6 +8,7 @@ import torch
 
 from planner._torch.autograd import graph_is_kept
 from planner._torch.execution.settings import set_as, settings
+from planner._torch.execution.written_over import WrittenOver, is_held_alone
 from planner.graph.replay.rng import run_from_state
 from planner.graph.replay.rnn_reserve import with_reserve
 from planner.replay.calls import is_batch_norm, results_of, without_statistics
@@ -70,6 +71,17 @@ class Backward:
             self._let_go(self._program.free.get(save, ()))
         elif slot >= 0 and self.waiting[slot] <= 0 and self._slots.can_be_made(slot):
             self._slots.tensors[slot] = None
+
+    def for_node(self, save: int, tensor: torch.Tensor, *, alone: bool = True) -> torch.Tensor:
+        """What a node gets of a save: something to write its result over, where it does by the plan and
+        nothing else holds the memory."""
+        planned = save in self._program.over and self.followed and self._in_order
+        if not planned or graph_is_kept() or torch.is_grad_enabled():
+            return tensor
+        if alone and is_held_alone(tensor):
+            return WrittenOver.of(tensor)
+        self._steps.tell_of_held()
+        return tensor
 
     def _let_go(self, slots: Iterable[int]) -> None:
         """Let go of slots. On another path more may be made on demand than planned: what the forward left

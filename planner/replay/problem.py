@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from planner._torch import operators
+from planner._torch.execution.written_over import can_write_over
 from planner.capture.captured_step import CapturedGraph
 from planner.costs.devices import Device, round_bytes
 from planner.costs.eager_timeline import eager_timeline, real_sizes
@@ -88,6 +89,7 @@ class Wiring:
         grad_switches: The positions at which gradients are switched off and on, by turns.
         asked: The saves that nodes ask for, in order.
         entries: For each of these the operation of the graph that is the entry behind it.
+        written_over: Those of them that the node writes its result over.
     """
 
     ids: list[int]
@@ -100,6 +102,7 @@ class Wiring:
     grad_switches: list[int]
     asked: list[int]
     entries: list[int]
+    written_over: list[int]
 
 
 @dataclass(frozen=True)
@@ -114,28 +117,36 @@ class ReplayProblem(Problem):
             its results. Of the problem in which nothing is packed.
         row_of_event: The row of each event. Of the same problem.
         number_bytes: By operation, what Python numbers take that only a dispatch mode makes tensors of.
+        written_over: The rows whose result is written over what they read. It is an output of the next row,
+            which does nothing else, so that it takes memory only where the operand no longer does.
         following_seconds: Of a plan that drops something; others run the module as it is.
     """
 
     replayed: ReplayGraph = field(default_factory=ReplayGraph)
-    wiring: Wiring = field(default_factory=lambda: Wiring(*([] for _ in range(10))))
+    wiring: Wiring = field(default_factory=lambda: Wiring(*([] for _ in range(11))))
     operators: tuple[str, ...] = ()
     calls_of: Mapping[BaseOp, tuple[int, ...]] = field(default_factory=dict)
     row_of_event: Mapping[int, BaseOp] = field(default_factory=dict)
     number_bytes: Mapping[int, int] = field(default_factory=dict)
+    written_over: tuple[BaseOp, ...] = ()
 
-    def as_it_runs(self, schedule: Schedule) -> "ReplayProblem":
-        """The problem of a plan. One that drops nothing runs as it is, without a dispatch mode."""
+    def as_it_runs(self, schedule: Schedule, room: int | None = None) -> "ReplayProblem":
+        """The problem of a plan for a dynamic peak. One that drops nothing, and fits all the same, runs as it
+        is, without a dispatch mode."""
         graph = self.graph
-        if len(schedule) > graph.base_length or not self.number_bytes:
+        if len(schedule) > graph.base_length or not (self.number_bytes or self.written_over):
             return self
         less = [self.number_bytes.get(s.op, 0) if s.graph >= 0 else 0 for s in self.sources]
-        base = (
+        ops = [
             replace(op, workspace_bytes=op.workspace_bytes - n)
             for op, n in zip(graph.ops, less, strict=False)
-        )
-        graph = replace(graph, ops=(*base, *graph.ops[graph.base_length :]))
-        dropped = simulate(graph, schedule).peak_bytes < self.eager.peak_bytes
+        ]
+        for row in self.written_over:
+            ops[row], ops[row + 1] = with_outputs_of(ops[row], ops[row + 1])
+        graph = replace(graph, ops=(*ops, *graph.ops[graph.base_length :]))
+        peak_bytes = simulate(graph, schedule).peak_bytes
+        most = simulate(self.graph, schedule).peak_bytes if room is None and self.written_over else room
+        dropped = peak_bytes < self.eager.peak_bytes or (most is not None and most < peak_bytes)
         return self if dropped else replace(self, graph=graph)
 
     def backward_sequences(self, captured: Any, schedule: Any) -> list[list[list[int]]]:
@@ -177,14 +188,20 @@ def build_replayed(
         wiring=builder.wiring(),
         operators=tuple(map(str, captured.saved.operators)),
         calls_of=builder.calls_of,
-        row_of_event={row.event: base_op(i) for i, row in enumerate(builder.rows)},
+        row_of_event={row.event: base_op(i) for i, row in enumerate(builder.rows) if row.event >= 0},
         number_bytes=builder.number_bytes,
+        written_over=tuple(builder.written_over),
         following_seconds=saved.forward_events * python.call + len(saved.saves) * python.save,
     )
 
 
+def with_outputs_of(op: Op, other: Op) -> tuple[Op, Op]:
+    """Two operations, each with the outputs of the other."""
+    return replace(op, outputs=other.outputs), replace(other, outputs=op.outputs)
+
+
 class _Row(NamedTuple):
-    event: int
+    event: int  # -1: where a result is there that was written over an operand
     op: Op
     made: tuple[ValueId, ...]
 
@@ -206,6 +223,7 @@ class _Builder:
         self._entry_ids: dict[int, int] = {}  # by row
         self.calls_of: dict[BaseOp, tuple[int, ...]] = {}
         self.number_bytes: dict[int, int] = {}
+        self.written_over: dict[BaseOp, int] = {}  # by row: the save
 
     # ---- rows -----------------------------------------------------------------------------------------
 
@@ -216,7 +234,7 @@ class _Builder:
         remade = {s for index, event in enumerate(events) if again[index] for s in event.allocates}
         self._remade = remade
         self._unasked = self._find_unasked(again)
-        entries = self._entries()
+        entries, over = self._entries(), self._find_written_over()
         released: dict[int, set[int]] = {}  # by event: the storages that autograd lets go of after it
         for save in saved.saves:
             if save.storage in remade and save.unpacked and save.released is not None:
@@ -238,6 +256,17 @@ class _Builder:
             self._row(index, event, made, backward, again[index], pending, let_go, Region(unit))
             pending = set()
             self._row_of.append(len(self.rows) - 1)
+            if index in over:
+                self.written_over[base_op(len(self.rows) - 1)] = over[index]
+                there = Op(
+                    (),
+                    (),
+                    phase=Phase(backward),
+                    region=GLUE_REGION,
+                    name=f"result of {self.rows[-1].op.name}",
+                )
+                self.rows.append(_Row(-1, there, ()))
+                self.sources.append(Source())
         self._hold()
         forward = [op for op in self.replayed.ops if not op.backward]
         self.replayed.forward_length = len(forward)
@@ -271,6 +300,28 @@ class _Builder:
             and not save.unpacked
             and all(made[w].position < save.begun for w in writers.get(save.storage, ()))
         }
+
+    def _find_written_over(self) -> dict[int, int]:
+        """By event the save over which its result can be written: no other node asks for it later, and autograd
+        and Python have let go of it by then."""
+        found: dict[int, int] = {}
+        last: dict[int, list[int | None]] = {}  # by storage: when it was let go of
+        for save in self.saved.saves:
+            last.setdefault(save.storage, []).append(save.released)
+        for number, save in enumerate(self.saved.saves):
+            at = save.released
+            if at is None or len(save.unpacked) != 1 or save.storage not in self._remade:
+                continue
+            if any(event.allocates for event in self.events[save.unpacked[0] : at]):
+                continue  # the node does something else before
+            call, ends = self.events[at].call, (*last[save.storage], self.storages[save.storage].died_after)
+            if call is None or any(end is None or end > at for end in ends):
+                continue
+            func, args = self.recording.calls[call].func, self.recording.calls[call].args
+            reads_it = can_write_over(func, args) and self.saved.made[at].operands[1] == save.storage
+            if reads_it and self.saved.made[at].operands[0] != save.storage:
+                found[at] = number
+        return found
 
     def _entries(self) -> dict[int, set[int]]:
         """By event the storages that nodes ask for right before it, of those that can be made again."""
@@ -371,6 +422,8 @@ class _Builder:
         row_of_event = {row.event: base_op(i) for i, row in enumerate(self.rows)}
         known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for row in self.rows:
+            if row.event < 0:
+                continue
             call = self.events[row.event].call
             assert call is not None
             row.op.seconds, row.op.workspace_bytes = seconds[call], memories[call].workspace_bytes
@@ -391,8 +444,27 @@ class _Builder:
                 if again is not None:
                     ops[i] = replace(row.op, replay=RowId(len(ops)))
                     ops.append(again)
+        self._write_over(ops)
         rounded = (v._replace(bytes=round_bytes(self.device, v.bytes)) for v in values)
         return Graph(tuple(ops), tuple(rounded), base_length=len(base))
+
+    def _write_over(self, ops: list[Op]) -> None:
+        """Have results written over operands that nothing needs later, what may run again included."""
+        needed = [-1] * len(self.values)  # by value: the last row of the backward that it is needed for
+        for i, op in enumerate(ops[: len(self.rows)]):
+            if op.phase is Phase.BACKWARD:
+                for value in op.inputs:
+                    needed[value] = i
+        for op in reversed(ops[: len(self.rows)]):
+            if op.phase is Phase.FORWARD and op.recomputable:
+                again = op if op.replay is None else ops[op.replay]
+                for value in again.inputs:
+                    needed[value] = max(needed[value], *(needed[made] for made in again.outputs))
+        for row, save in list(self.written_over.items()):
+            if needed[self.value_of[self.saved.saves[save].storage]] == row:
+                ops[row], ops[row + 1] = with_outputs_of(ops[row], ops[row + 1])
+            else:
+                del self.written_over[row]
 
     def _again(
         self,
@@ -497,7 +569,8 @@ class _Builder:
             for save in self.saved.saves
         ]
         switches = self.saved.grad_switches
-        return Wiring(ids, operands, results, written, saves, begun, taken, switches, asked, entries)
+        over = sorted(self.written_over.values())
+        return Wiring(ids, operands, results, written, saves, begun, taken, switches, asked, entries, over)
 
 
 def replay_record(problem: ReplayProblem) -> ReplayRecord:
@@ -521,4 +594,5 @@ def replay_record(problem: ReplayProblem) -> ReplayRecord:
         grad_switches=wiring.grad_switches,
         asked=wiring.asked,
         entries=wiring.entries,
+        written_over=wiring.written_over,
     )

@@ -17,7 +17,7 @@ class Steps:
         self.grad, self.saved_bytes = program.grad, program.saved_bytes
         self.names, self.begun = program.operators, program.begun
         self.operators: list[Any] = [None] * len(program.operators)  # as they are first met
-        self.asks = frozenset(program.runs) | frozenset(program.free)
+        self.asks = frozenset(program.runs) | frozenset(program.free) | program.over
         self.bits = frozenset(program.bits.values())
         self.in_order = sorted(program.order, key=lambda save: program.order[save])
         self.masks = {
@@ -34,6 +34,15 @@ class Steps:
             "the backward runs in another order than planned, as for one of several losses: what it reads is "
             "made again as it is asked for, and the step may take more than predicted. Plan the step as it "
             "is trained, with planner.step around the function that computes its losses",
+        )
+
+    def tell_of_held(self) -> None:
+        """Say, once, that something holds what the backward was planned to write over."""
+        self.tell_once(
+            "held",
+            "something holds what the loss, or attention, is computed of, over which the backward writes by the "
+            "plan: it takes memory of its own, and the step may take more than predicted. Plan the step as it "
+            "is trained, or hold a copy",
         )
 
     def tell_of_larger(self, size: int, planned: int) -> None:

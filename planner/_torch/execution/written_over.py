@@ -1,0 +1,76 @@
+"""Results of the backward that are written over what their node has asked autograd for.
+
+The formulas of autograd allocate their results. Where nobody reads a saved tensor behind the node that asks for
+it, the memory of that tensor serves as well: the bits are the same, and less is allocated. A node that is handed
+a :class:`WrittenOver` calls its operator as ever, and the class calls the one that writes there.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from planner._torch import operators, pytree
+
+aten = torch.ops.aten
+
+_OVER = {
+    aten._log_softmax_backward_data.default: aten._log_softmax_backward_data.out,
+    aten._softmax_backward_data.default: aten._softmax_backward_data.out,
+}
+"""Operators that may write over their second argument, and by which operator they do. Their kernels for the CPU
+add up a row before they write the first element of it, and then read each element before they write it."""
+
+
+def is_held_alone(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or the one that it is a view of, is all that holds its memory."""
+    holders = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return holders <= 2 + tensor._is_view()  # this function has the storage, too
+
+
+def can_write_over(operator: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator can write its result over its second argument: that is of the result's form, and all
+    that lies in its memory."""
+    if operator not in _OVER:
+        return False
+    gradient, saved, _, dtype = args
+    return (
+        saved.device.type == "cpu"
+        and saved.dtype is gradient.dtype is dtype
+        and saved.shape == gradient.shape
+        and saved.layout is gradient.layout is torch.strided
+        and saved.is_contiguous()
+        and saved.untyped_storage().nbytes() == saved.numel() * saved.element_size() > 0
+    )
+
+
+class WrittenOver(torch.Tensor):
+    """A saved tensor as a node gets it, over which the operator that reads it writes its result.
+
+    Attributes:
+        saved: The tensor itself.
+    """
+
+    saved: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, saved: torch.Tensor) -> "WrittenOver":
+        """What a node gets."""
+        made = saved.as_subclass(cls)
+        made.saved = saved
+        return made
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is aten.detach.default:  # autograd makes it a result of the node's
+            return cls.of(args[0].saved)  # type: ignore[attr-defined]
+        plain, named = pytree.tree_map(lambda a: a.saved if type(a) is cls else a, (args, kwargs or {}))
+        if named or not can_write_over(func, plain) or type(args[1]) is not cls:
+            return func(*plain, **named)
+        over = _OVER[func]
+        saved = plain[1]
+        result = saved.new_empty(0).set_(saved.untyped_storage(), 0, saved.shape)  # of a new one's strides
+        return over(*plain, **{operators.last_argument(over): result})
