@@ -19,6 +19,7 @@ root, which are gathered then.
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from planner._torch import operators
@@ -77,42 +78,12 @@ class ReplayGraph:
 
 
 @dataclass(frozen=True)
-class Wiring:
-    """How the calls of the step are put together, whatever the schedule; see
-    :class:`planner.planfile.replay_record.ReplayRecord`. Values are those of the problem.
-
-    Attributes:
-        ids: For each position the operation of the graph; -1 for a call that is none.
-        operands, results, written: By position, the values of tensors; -1 for what is no value.
-        saves: For each save its value; -1 where there is none, or it is kept whatever the plan says.
-        begun, saved_bytes: For each save how many calls have begun by then, and the bytes of its memory.
-        grad_switches: The positions at which gradients are switched off and on, by turns.
-        asked: The saves that nodes ask for, in order.
-        entries: For each of these the operation of the graph that is the entry behind it.
-        written_over: Those of them that the node writes its result over.
-    """
-
-    ids: list[int]
-    operands: list[tuple[int, ...]]
-    results: list[tuple[int, ...]]
-    written: list[tuple[int, ...]]
-    saves: list[int]
-    begun: list[int]
-    saved_bytes: list[int]
-    grad_switches: list[int]
-    asked: list[int]
-    entries: list[int]
-    written_over: list[int]
-
-
-@dataclass(frozen=True)
 class ReplayProblem(Problem):
     """A problem whose schedules are followed by replaying.
 
     Attributes:
         replayed: What its rows are.
-        wiring: How they are put together.
-        operators: The operators of the module's forward, by position.
+        wiring: How they are put together, whatever the schedule; values are those of the problem.
         calls_of: For rows that may run again the events that then happen: its own, and those that write over
             its results. Of the problem in which nothing is packed.
         row_of_event: The row of each event. Of the same problem.
@@ -123,8 +94,7 @@ class ReplayProblem(Problem):
     """
 
     replayed: ReplayGraph = field(default_factory=ReplayGraph)
-    wiring: Wiring = field(default_factory=lambda: Wiring(*([] for _ in range(11))))
-    operators: tuple[str, ...] = ()
+    wiring: ReplayRecord | None = None
     calls_of: Mapping[BaseOp, tuple[int, ...]] = field(default_factory=dict)
     row_of_event: Mapping[int, BaseOp] = field(default_factory=dict)
     number_bytes: Mapping[int, int] = field(default_factory=dict)
@@ -186,7 +156,6 @@ def build_replayed(
         left,
         replayed=builder.replayed,
         wiring=builder.wiring(),
-        operators=tuple(map(str, captured.saved.operators)),
         calls_of=builder.calls_of,
         row_of_event={row.event: base_op(i) for i, row in enumerate(builder.rows) if row.event >= 0},
         number_bytes=builder.number_bytes,
@@ -302,8 +271,8 @@ class _Builder:
         }
 
     def _find_written_over(self) -> dict[int, int]:
-        """By event the save over which its result can be written: no other node asks for it later, and autograd
-        and Python have let go of it by then."""
+        """By event the save over which its result can be written: autograd and Python have let go of all that
+        shares its memory by then."""
         found: dict[int, int] = {}
         last: dict[int, list[int | None]] = {}  # by storage: when it was let go of
         for save in self.saved.saves:
@@ -530,16 +499,16 @@ class _Builder:
 
     # ---- how calls are put together ----------------------------------------------------------------------
 
-    def wiring(self) -> Wiring:
+    def wiring(self) -> ReplayRecord:
         """The calls of the module's forward, by position, and what autograd saves of them."""
         count = len(self.saved.operators)
         ids = [-1] * count
-        empty: list[tuple[int, ...]] = [()] * count
-        operands, results, written = empty.copy(), empty.copy(), empty.copy()
+        operands: list[list[int]] = [[] for _ in range(count)]
+        results, written = operands.copy(), operands.copy()
         unsure = self.saved.unsure
 
-        def values(storages: Sequence[int]) -> tuple[int, ...]:
-            return tuple(int(self.value_of.get(s, -1)) for s in storages)
+        def values(storages: Sequence[int]) -> list[int]:
+            return [int(self.value_of.get(s, -1)) for s in storages]
 
         for index, made in enumerate(self.saved.made):
             if made.position >= 0:
@@ -563,36 +532,36 @@ class _Builder:
             int(self.value_of[save.storage]) if number in dropped else -1
             for number, save in enumerate(self.saved.saves)
         ]
-        begun = [save.begun for save in self.saved.saves]
         taken = [  # kernels may make more than their shape functions say
             max(save.bytes, self.values[self.value_of[save.storage]].bytes) if save.bytes else 0
             for save in self.saved.saves
         ]
-        switches = self.saved.grad_switches
-        over = sorted(self.written_over.values())
-        return Wiring(ids, operands, results, written, saves, begun, taken, switches, asked, entries, over)
+        return ReplayRecord(
+            operators=list(map(str, self.saved.operators)),
+            ids=ids,
+            operand_counts=list(map(len, operands)),
+            operands=list(chain(*operands)),
+            result_counts=list(map(len, results)),
+            results=list(chain(*results)),
+            written_counts=list(map(len, written)),
+            written=list(chain(*written)),
+            saves=saves,
+            begun=[save.begun for save in self.saved.saves],
+            saved_bytes=taken,
+            grad_switches=self.saved.grad_switches,
+            asked=asked,
+            entries=entries,
+            written_over=sorted(self.written_over.values()),
+        )
 
 
 def replay_record(problem: ReplayProblem) -> ReplayRecord:
     """How the calls of a step are put together, as plan files store it."""
-    wiring, graph = problem.wiring, problem.graph
+    assert problem.wiring is not None
     # As in the record of the step: by the order of production. Bits come between the problem's own values.
-    made = [int(v) for op in graph.ops[: graph.base_length] for v in op.outputs]
+    made = (int(v) for op in problem.graph.ops[: problem.graph.base_length] for v in op.outputs)
     number = {v: i for i, v in enumerate(made)} | {-1: -1}
-    return ReplayRecord(
-        operators=list(problem.operators),
-        ids=wiring.ids,
-        operand_counts=[len(values) for values in wiring.operands],
-        operands=[number[v] for values in wiring.operands for v in values],
-        result_counts=[len(values) for values in wiring.results],
-        results=[number[v] for values in wiring.results for v in values],
-        written_counts=[len(values) for values in wiring.written],
-        written=[number[v] for values in wiring.written for v in values],
-        saves=[number[v] for v in wiring.saves],
-        begun=wiring.begun,
-        saved_bytes=wiring.saved_bytes,
-        grad_switches=wiring.grad_switches,
-        asked=wiring.asked,
-        entries=wiring.entries,
-        written_over=wiring.written_over,
+    by_value = {name: getattr(problem.wiring, name) for name in ("operands", "results", "written", "saves")}
+    return problem.wiring.model_copy(
+        update={name: [number[v] for v in values] for name, values in by_value.items()}
     )

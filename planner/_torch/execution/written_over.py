@@ -1,16 +1,18 @@
 """Results of the backward that are written over what their node has asked autograd for.
 
-The formulas of autograd allocate their results. Where nobody reads a saved tensor behind the node that asks for
-it, the memory of that tensor serves as well: the bits are the same, and less is allocated. A node that is handed
-a :class:`WrittenOver` calls its operator as ever, and the class calls the one that writes there.
+The formulas of autograd allocate their results. Where nobody reads a saved tensor behind the node that asks
+for it, the memory of that tensor serves as well: the bits are the same, and less is allocated. A node that is
+handed a :class:`WrittenOver` calls its operator as ever, and the class calls the one that writes there.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from planner._torch import operators, pytree
+from planner._torch import fake, operators, pytree
+from planner._torch.tensors import fills_storage
 
 aten = torch.ops.aten
 
@@ -18,19 +20,29 @@ _OVER = {
     aten._log_softmax_backward_data.default: aten._log_softmax_backward_data.out,
     aten._softmax_backward_data.default: aten._softmax_backward_data.out,
 }
-"""Operators that may write over their second argument, and by which operator they do. Their kernels for the CPU
-add up a row before they write the first element of it, and then read each element before they write it."""
+"""Operators that may write over their second argument, and by which operator they do. Their kernels for the
+CPU add up a row before they write its first element, and then read each element before they write it."""
 
 
 def is_held_alone(tensor: torch.Tensor) -> bool:
     """Whether a tensor, or the one that it is a view of, is all that holds its memory."""
-    holders = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return holders <= 2 + tensor._is_view()  # this function has the storage, too
+    return _holders(tensor) - tensor._is_view() <= _holders_of_one()
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+@functools.cache
+def _holders_of_one() -> int:
+    """What is counted of a tensor that nothing else shares memory with: versions of PyTorch may differ."""
+    with fake.without_modes():
+        return _holders(torch.empty(1))
 
 
 def can_write_over(operator: Any, args: Sequence[Any]) -> bool:
-    """Whether an operator can write its result over its second argument: that is of the result's form, and all
-    that lies in its memory."""
+    """Whether an operator can write its result over its second argument: that is of the result's form, and
+    fills its memory."""
     if operator not in _OVER:
         return False
     gradient, saved, _, dtype = args
@@ -40,7 +52,8 @@ def can_write_over(operator: Any, args: Sequence[Any]) -> bool:
         and saved.shape == gradient.shape
         and saved.layout is gradient.layout is torch.strided
         and saved.is_contiguous()
-        and saved.untyped_storage().nbytes() == saved.numel() * saved.element_size() > 0
+        and saved.numel() > 0
+        and fills_storage(saved)
     )
 
 
@@ -62,11 +75,11 @@ class WrittenOver(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is aten.detach.default:  # autograd makes it a result of the node's
-            return cls.of(args[0].saved)  # type: ignore[attr-defined]
+            return cls.of(args[0].saved)
         plain, named = pytree.tree_map(lambda a: a.saved if type(a) is cls else a, (args, kwargs or {}))
         if named or not can_write_over(func, plain) or type(args[1]) is not cls:
             return func(*plain, **named)
