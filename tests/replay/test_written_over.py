@@ -1,8 +1,9 @@
-"""Softmax's backward over what it reads: bits, bytes, and what else holds that memory."""
+"""What the backward writes over what it has read: bits, bytes, and what else holds that memory."""
 
 import copy
 import json
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,25 +19,45 @@ pytestmark = pytest.mark.any_torch
 aten = torch.ops.aten
 
 
+def _calls(gradient: Tensor, read: Tensor) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """The operators that write over their second argument, on a gradient and what was saved."""
+    for dim in range(read.dim()):
+        likely = read.float().softmax(dim).to(read.dtype)
+        for softmax in (aten._log_softmax_backward_data, aten._softmax_backward_data):
+            yield softmax.default, (gradient, likely, dim, read.dtype), {}
+    for approximate in ("none", "tanh"):
+        yield aten.gelu_backward.default, (gradient, read), {"approximate": approximate}
+    yield aten.threshold_backward.default, (gradient, read, 0), {}
+    for elements in (aten.silu_backward, aten.tanh_backward, aten.sigmoid_backward):
+        yield elements.default, (gradient, read), {}
+    yield aten.mul.Tensor, (gradient, read), {}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("operator", [aten._log_softmax_backward_data, aten._softmax_backward_data])
-def test_results_are_written_over_what_is_read_and_have_the_same_bits(operator: Any, dtype: Any) -> None:
+def test_results_are_written_over_what_is_read_and_have_the_same_bits(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for shape in ((3, 5, 37), (7, 64), (1, 3, 1), (2, 3, 1025)):
-        for dim in range(len(shape)):
-            gradient, read = torch.randn(shape).to(dtype), torch.randn(shape).softmax(dim).to(dtype)
-            expected = operator.default(gradient, read, dim, dtype)
-            found = operator.default(gradient, WrittenOver.of(read.clone()), dim, dtype)
+        for operator, args, named in _calls(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)):
+            expected, there = operator(*args, **named), args[1].clone()
+            found = operator(args[0], WrittenOver.of(there), *args[2:], **named)
             assert type(found) is Tensor
-            assert torch.equal(found, expected)
+            assert found.data_ptr() == there.data_ptr()
+            assert torch.equal(found, expected), (operator, shape)
             assert found.stride() == expected.stride()
-            there = read.clone()
-            assert (
-                operator.default(gradient, WrittenOver.of(there), dim, dtype).data_ptr() == there.data_ptr()
-            )
-    turned = torch.randn(4, 5).to(dtype).t()  # of other strides than a result: it has memory of its own
-    operator.default(turned, WrittenOver.of(there := turned.clone().t().clone().t()), 1, dtype)
-    assert torch.equal(there, turned)
+
+
+def test_what_is_of_another_form_than_the_result_is_not_written_over() -> None:
+    gradient, read = torch.randn(4, 5), torch.randn(4, 5)
+    part = torch.randn(5, 5)[:4]
+    for given, saved in (
+        (gradient.t(), read.t()),
+        (gradient, part),
+        (gradient[:1], read),
+        (gradient.double(), read),
+    ):
+        before = saved.clone()
+        assert torch.equal(torch.mul(given, WrittenOver.of(saved)), given * before)
+        assert torch.equal(saved, before)
 
 
 def test_what_holds_memory_is_noticed() -> None:
@@ -149,7 +170,7 @@ def test_what_something_holds_is_not_written_over() -> None:
     for each in (plan, planner.Plan.loads(json.dumps(forged))):
         each.apply(model)
         model.hold = eager.hold = True
-        with pytest.warns(planner.PlanWarning, match="holds the result of a softmax"):
+        with pytest.warns(planner.PlanWarning, match="holds a result over which"):
             found, expected = (_left(one, lambda one: one(words).backward()) for one in (model, eager))
         assert all(map(torch.equal, found, expected))
         assert torch.equal(model.held.pop(), eager.held.pop())

@@ -19,9 +19,15 @@ aten = torch.ops.aten
 _OVER = {
     aten._log_softmax_backward_data.default: aten._log_softmax_backward_data.out,
     aten._softmax_backward_data.default: aten._softmax_backward_data.out,
+    aten.gelu_backward.default: aten.gelu_backward.grad_input,
+    aten.silu_backward.default: aten.silu_backward.grad_input,
+    aten.tanh_backward.default: aten.tanh_backward.grad_input,
+    aten.sigmoid_backward.default: aten.sigmoid_backward.grad_input,
+    aten.threshold_backward.default: aten.threshold_backward.grad_input,
+    aten.mul.Tensor: aten.mul.out,
 }
-"""Operators that may write over their second argument, and by which operator they do. Their kernels for the
-CPU add up a row before they write its first element, and then read each element before they write it."""
+"""Operators on a gradient and what was saved that may write over the latter, and by which operator they do.
+They compute each element of the same element of both; of a softmax the CPU's kernels add up a row before."""
 
 
 def is_held_alone(tensor: torch.Tensor) -> bool:
@@ -43,15 +49,17 @@ def _holders_of_one() -> int:
 def can_write_over(operator: Any, args: Sequence[Any]) -> bool:
     """Whether an operator can write its result over its second argument: that is of the result's form, and
     fills its memory."""
-    if operator not in _OVER:
+    if operator not in _OVER or not all(isinstance(one, torch.Tensor) for one in args[:2]):
         return False
-    gradient, saved, _, dtype = args
+    gradient, saved = args[:2]
     return (
         saved.device.type == "cpu"
-        and saved.dtype is gradient.dtype is dtype
+        and saved.dtype.is_floating_point
+        and all(one is saved.dtype for one in (gradient.dtype, *args[3:]))
         and saved.shape == gradient.shape
         and saved.layout is gradient.layout is torch.strided
         and saved.is_contiguous()
+        and gradient.is_contiguous()
         and saved.numel() > 0
         and fills_storage(saved)
     )
@@ -81,9 +89,8 @@ class WrittenOver(torch.Tensor):
         if func is aten.detach.default:  # autograd makes it a result of the node's
             return cls.of(args[0].saved)
         plain, named = pytree.tree_map(lambda a: a.saved if type(a) is cls else a, (args, kwargs or {}))
-        if named or not can_write_over(func, plain) or type(args[1]) is not cls:
+        if not can_write_over(func, plain) or type(args[1]) is not cls:
             return func(*plain, **named)
-        over = _OVER[func]
-        saved = plain[1]
+        over, saved = _OVER[func], plain[1]
         result = saved.new_empty(0).set_(saved.untyped_storage(), 0, saved.shape)  # of a new one's strides
-        return over(*plain, **{operators.last_argument(over): result})
+        return over(*plain, **named, **{operators.last_argument(over): result})
