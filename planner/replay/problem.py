@@ -30,6 +30,7 @@ from planner.costs.eager_timeline import eager_timeline, real_sizes
 from planner.costs.host_time import host_time
 from planner.costs.roofline import Costs, roofline
 from planner.costs.workspace import NOT_RUN, OpMemory, Workspaces
+from planner.graph.replay.packed import LEAST_ELEMENTS
 from planner.graph.replay.rng import generator_state_bytes
 from planner.graph.spec import GraphSpec
 from planner.heap import made_to_stay
@@ -287,9 +288,10 @@ class _Builder:
             if call is None or any(end is None or end > at for end in ends):
                 continue
             func, args = self.recording.calls[call].func, self.recording.calls[call].args
-            reads_it = can_write_over(func, args) and self.saved.made[at].operands[1] == save.storage
-            if reads_it and self.saved.made[at].operands[0] != save.storage:
-                found[at] = number
+            if can_write_over(func, args) and args[1].numel() >= LEAST_ELEMENTS:
+                gradient, read = self.saved.made[at].operands[:2]
+                if read == save.storage != gradient:
+                    found[at] = number
         return found
 
     def _entries(self) -> dict[int, set[int]]:
