@@ -8,7 +8,7 @@ import torch
 
 from planner._torch.autograd import graph_is_kept
 from planner._torch.execution.settings import set_as, settings
-from planner._torch.execution.written_over import WrittenOver, is_held_alone
+from planner._torch.execution.written_over import WrittenOver, is_held_alone, operators_run_once
 from planner.graph.replay.rng import run_from_state
 from planner.graph.replay.rnn_reserve import with_reserve
 from planner.replay.calls import is_batch_norm, results_of, without_statistics
@@ -74,11 +74,11 @@ class Backward:
 
     def for_node(self, save: int, tensor: torch.Tensor, *, alone: bool = True) -> torch.Tensor:
         """What a node gets of a save: something to write its result over, where it does by the plan and
-        nothing else holds the memory."""
+        nothing else reads the memory."""
         planned = save in self._program.over and self.followed and self._in_order
         if not planned or graph_is_kept() or torch.is_grad_enabled():
             return tensor
-        if alone and is_held_alone(tensor):
+        if alone and is_held_alone(tensor) and operators_run_once():
             return WrittenOver.of(tensor)
         self._steps.tell_of_held()
         return tensor

@@ -40,8 +40,9 @@ class Steps:
         """Say, once, that something holds what the backward was planned to write over."""
         self.tell_once(
             "held",
-            "something holds a result over which the backward writes by the plan: that takes memory of its "
-            "own, and the step may take more than predicted. Plan the step as it is trained, or hold a copy",
+            "something holds a result over which the backward writes by the plan, or a dispatch mode or a "
+            "batch of gradients runs its operators: what it writes takes memory of its own, and the step may "
+            "take more than predicted. Plan the step as it is trained, or hold a copy",
         )
 
     def tell_of_larger(self, size: int, planned: int) -> None:

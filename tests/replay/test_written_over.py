@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import planner
 from planner._torch.execution.written_over import WrittenOver, is_held_alone
@@ -109,6 +110,15 @@ def _left(model: nn.Module, step: Any) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None] + [torch.get_rng_state()]
 
 
+class _Twice(TorchDispatchMode):
+    """Runs what writes nothing twice, and returns the second result."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func._schema.is_mutable:
+            func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("more", [False, True])
 def test_the_largest_moment_has_two_tensors_of_the_size_of_the_loss(more: bool) -> None:
     model, words = _words()
@@ -133,7 +143,7 @@ def test_the_largest_moment_has_two_tensors_of_the_size_of_the_loss(more: bool) 
         assert plan.predicted.dynamic_peak_bytes < 2.5 * scores
 
 
-def test_a_backward_may_run_twice_be_differentiated_and_be_of_another_path() -> None:
+def test_a_backward_may_run_otherwise_than_planned() -> None:
     model, words = _words()
     eager = copy.deepcopy(model)
     planner.plan(model, (words,), budget="min", backend="replay", costs="roofline").apply(model)
@@ -150,6 +160,17 @@ def test_a_backward_may_run_twice_be_differentiated_and_be_of_another_path() -> 
         for parameter, gradient in zip(of, gradients, strict=True):
             parameter.grad = gradient.detach()
 
+    def batched(one: nn.Module) -> None:
+        of, loss = list(one.parameters()), one(words)
+        both = torch.autograd.grad(loss, of, torch.tensor([1.0, 2.0]), is_grads_batched=True)
+        for parameter, gradients in zip(of, both, strict=True):
+            parameter.grad = gradients[1]
+
+    def with_a_mode(one: nn.Module) -> None:
+        loss = one(words)
+        with _Twice():  # type: ignore[no-untyped-call]
+            loss.backward()
+
     def with_more(one: Any) -> None:
         one.more = True
         one(words).backward()
@@ -157,8 +178,8 @@ def test_a_backward_may_run_twice_be_differentiated_and_be_of_another_path() -> 
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", planner.PlanWarning)
-        for step in (lambda one: one(words).backward(), twice, penalty, with_more):
-            assert all(map(torch.equal, _left(model, step), _left(eager, step)))
+        for step in (lambda one: one(words).backward(), twice, penalty, batched, with_a_mode, with_more):
+            assert all(map(torch.equal, _left(model, step), _left(eager, step))), step.__name__
 
 
 def test_what_something_holds_is_not_written_over() -> None:

@@ -46,6 +46,16 @@ def _holders_of_one() -> int:
         return _holders(torch.empty(1))
 
 
+def operators_run_once() -> bool:
+    """Whether each operator that is called runs once: under dispatch modes it runs as often as they like, for
+    a batch of gradients once for each."""
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._dispatch_tls_is_dispatch_key_included(torch._C._dispatch_key_parse("VmapMode"))
+    )
+
+
 def can_write_over(operator: Any, args: Sequence[Any]) -> bool:
     """Whether an operator can write its result over its second argument: that is of the result's form, and
     fills its memory."""
