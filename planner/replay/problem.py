@@ -280,7 +280,9 @@ class _Builder:
             last.setdefault(save.storage, []).append(save.released)
         for number, save in enumerate(self.saved.saves):
             at = save.released
-            if at is None or len(save.unpacked) != 1 or save.storage not in self._remade:
+            if self.device.kind != "cpu" or at is None or save.storage not in self._remade:
+                continue  # other devices' kernels were not looked at
+            if len(save.unpacked) != 1:
                 continue
             if any(event.allocates for event in self.events[save.unpacked[0] : at]):
                 continue  # the node does something else before
