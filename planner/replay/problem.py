@@ -291,8 +291,8 @@ class _Builder:
                 continue
             func, args = self.recording.calls[call].func, self.recording.calls[call].args
             if can_write_over(func, args) and args[1].numel() >= LEAST_ELEMENTS:
-                gradient, read = self.saved.made[at].operands[:2]
-                if read == save.storage != gradient:
+                (gradient, read), (made,) = self.saved.made[at].operands[:2], self.events[at].allocates
+                if read == save.storage != gradient and self.storages[made].died_after != at:
                     found[at] = number
         return found
 
