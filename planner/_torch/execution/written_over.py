@@ -98,9 +98,12 @@ class WrittenOver(torch.Tensor):
     ) -> Any:
         if func is aten.detach.default:  # autograd makes it a result of the node's
             return cls.of(args[0].saved)
+        over = _OVER.get(func)
+        if over is not None and type(args[1]) is cls:
+            saved: Any = args[1].saved
+            plain = (args[0], saved, *args[2:])
+            if can_write_over(func, plain):
+                result = saved.new_empty(0).set_(saved.untyped_storage(), 0, saved.shape)  # of new strides
+                return over(*plain, **(kwargs or {}), **{operators.last_argument(over): result})
         plain, named = pytree.tree_map(lambda a: a.saved if type(a) is cls else a, (args, kwargs or {}))
-        if not can_write_over(func, plain) or type(args[1]) is not cls:
-            return func(*plain, **named)
-        over, saved = _OVER[func], plain[1]
-        result = saved.new_empty(0).set_(saved.untyped_storage(), 0, saved.shape)  # of a new one's strides
-        return over(*plain, **named, **{operators.last_argument(over): result})
+        return func(*plain, **named)
