@@ -72,16 +72,21 @@ class Backward:
         elif slot >= 0 and self.waiting[slot] <= 0 and self._slots.can_be_made(slot):
             self._slots.tensors[slot] = None
 
-    def for_node(self, save: int, tensor: torch.Tensor, *, alone: bool = True) -> torch.Tensor:
+    def for_node(self, save: int, tensor: torch.Tensor, slot: int = -1) -> torch.Tensor:
         """What a node gets of a save: something to write its result over, where it does by the plan and
         nothing else reads the memory."""
         planned = save in self._program.over and self.followed and self._in_order
         if not planned or graph_is_kept() or torch.is_grad_enabled():
             return tensor
-        if alone and is_held_alone(tensor) and operators_run_once():
-            return WrittenOver.of(tensor)
-        self._steps.tell_of_held()
-        return tensor
+        once = operators_run_once()
+
+        def may_write() -> bool:  # what the node asks for later may be made of it
+            alone = once and self._slots.tensors.get(slot) is None and is_held_alone(tensor, beside=1)
+            if not alone:
+                self._steps.tell_of_held()
+            return alone
+
+        return WrittenOver.of(tensor, may_write)
 
     def _let_go(self, slots: Iterable[int]) -> None:
         """Let go of slots. On another path more may be made on demand than planned: what the forward left

@@ -195,7 +195,7 @@ class FollowedStep:
         if not graph_is_kept():
             packed.handed_out = tensor
         self.backward.after(save, slot)
-        return self.backward.for_node(save, tensor, alone=self.slots.tensors.get(slot) is None)
+        return self.backward.for_node(save, tensor, slot)
 
 
 class _Kept:

@@ -37,7 +37,7 @@ from planner.heap import made_to_stay
 from planner.planfile.replay_record import ReplayRecord
 from planner.problem.build import Problem
 from planner.problem.rows import Source
-from planner.replay.calls import draws
+from planner.replay.calls import DETACH, draws
 from planner.replay.capture import ReplayedStep
 from planner.replay.recorder import Made
 from planner.replay.repeatable import Repeatable
@@ -90,7 +90,8 @@ class ReplayProblem(Problem):
         row_of_event: The row of each event. Of the same problem.
         number_bytes: By operation, what Python numbers take that only a dispatch mode makes tensors of.
         written_over: The rows whose result is written over what they read. It is an output of the next row,
-            which does nothing else, so that it takes memory only where the operand no longer does.
+            which does nothing else, so that it takes memory only where the operand no longer does. With the
+            value that they read, and the row up to which a node holds that otherwise.
         following_seconds: Of a plan that drops something; others run the module as it is.
     """
 
@@ -99,7 +100,7 @@ class ReplayProblem(Problem):
     calls_of: Mapping[BaseOp, tuple[int, ...]] = field(default_factory=dict)
     row_of_event: Mapping[int, BaseOp] = field(default_factory=dict)
     number_bytes: Mapping[int, int] = field(default_factory=dict)
-    written_over: tuple[BaseOp, ...] = ()
+    written_over: Mapping[BaseOp, tuple[BaseOp, ValueId]] = field(default_factory=dict)
 
     def as_it_runs(self, schedule: Schedule, room: int | None = None) -> "ReplayProblem":
         """The problem of a plan for a dynamic peak. One that drops nothing, and fits all the same, runs as it
@@ -112,8 +113,9 @@ class ReplayProblem(Problem):
             replace(op, workspace_bytes=op.workspace_bytes - n)
             for op, n in zip(graph.ops, less, strict=False)
         ]
-        for row in self.written_over:
+        for row, (last, value) in self.written_over.items():
             ops[row], ops[row + 1] = with_outputs_of(ops[row], ops[row + 1])
+            ops[last] = replace(ops[last], inputs=tuple(sorted({*ops[last].inputs, value})))
         graph = replace(graph, ops=(*ops, *graph.ops[graph.base_length :]))
         peak_bytes = simulate(graph, schedule).peak_bytes
         most = simulate(self.graph, schedule).peak_bytes if room is None and self.written_over else room
@@ -160,7 +162,7 @@ def build_replayed(
         calls_of=builder.calls_of,
         row_of_event={row.event: base_op(i) for i, row in enumerate(builder.rows) if row.event >= 0},
         number_bytes=builder.number_bytes,
-        written_over=tuple(builder.written_over),
+        written_over=builder.until,
         following_seconds=saved.forward_events * python.call + len(saved.saves) * python.save,
     )
 
@@ -194,6 +196,7 @@ class _Builder:
         self.calls_of: dict[BaseOp, tuple[int, ...]] = {}
         self.number_bytes: dict[int, int] = {}
         self.written_over: dict[BaseOp, int] = {}  # by row: the save
+        self.until: dict[BaseOp, tuple[BaseOp, ValueId]] = {}
 
     # ---- rows -----------------------------------------------------------------------------------------
 
@@ -275,26 +278,35 @@ class _Builder:
         """By event the save over which its result can be written: autograd and Python have let go of all that
         shares its memory by then."""
         found: dict[int, int] = {}
+        if self.device.kind != "cpu":
+            return found  # other kernels were not looked at
         last: dict[int, list[int | None]] = {}  # by storage: when it was let go of
         for save in self.saved.saves:
             last.setdefault(save.storage, []).append(save.released)
         for number, save in enumerate(self.saved.saves):
-            at = save.released
-            if self.device.kind != "cpu" or at is None or save.storage not in self._remade:
-                continue  # other devices' kernels were not looked at
-            if len(save.unpacked) != 1:
+            if save.storage not in self._remade or len(save.unpacked) != 1 or save.released is None:
                 continue
-            if any(event.allocates for event in self.events[save.unpacked[0] : at]):
-                continue  # the node does something else before
-            call, ends = self.events[at].call, (*last[save.storage], self.storages[save.storage].died_after)
-            if call is None or any(end is None or end > at for end in ends):
+            reading = [
+                at
+                for at in range(save.unpacked[0], save.released + 1)
+                if save.storage in self.saved.made[at].operands and self._func(at) is not DETACH
+            ]
+            if len(reading) != 1:  # what reads a view of it is another call
                 continue
-            func, args = self.recording.calls[call].func, self.recording.calls[call].args
-            if can_write_over(func, args) and args[1].numel() >= LEAST_ELEMENTS:
+            (at,) = reading
+            ends = [*last[save.storage], self.storages[save.storage].died_after]
+            ends.remove(save.released)
+            if any(end is None or end > at for end in ends):
+                continue
+            args = self.recording.calls[self._call_of(at)].args
+            if can_write_over(self._func(at), args) and args[1].numel() >= LEAST_ELEMENTS:
                 (gradient, read), (made,) = self.saved.made[at].operands[:2], self.events[at].allocates
                 if read == save.storage != gradient and self.storages[made].died_after != at:
                     found[at] = number
         return found
+
+    def _func(self, event: int) -> Any:
+        return self.recording.calls[self._call_of(event)].func
 
     def _entries(self) -> dict[int, set[int]]:
         """By event the storages that nodes ask for right before it, of those that can be made again."""
@@ -423,21 +435,28 @@ class _Builder:
 
     def _write_over(self, ops: list[Op]) -> None:
         """Have results written over operands that nothing needs later, what may run again included."""
+        over = {row: self.saved.saves[save] for row, save in self.written_over.items()}
+        held = {
+            (self._row_of[save.released or 0], self.value_of[save.storage]): r for r, save in over.items()
+        }
         needed = [-1] * len(self.values)  # by value: the last row of the backward that it is needed for
         for i, op in enumerate(ops[: len(self.rows)]):
             if op.phase is Phase.BACKWARD:
                 for value in op.inputs:
-                    needed[value] = i
+                    needed[value] = max(needed[value], held.get((i, value), i))
         for op in reversed(ops[: len(self.rows)]):
             if op.phase is Phase.FORWARD and op.recomputable:
                 again = op if op.replay is None else ops[op.replay]
                 for value in again.inputs:
                     needed[value] = max(needed[value], *(needed[made] for made in again.outputs))
-        for row, save in list(self.written_over.items()):
-            if needed[self.value_of[self.saved.saves[save].storage]] == row:
-                ops[row], ops[row + 1] = with_outputs_of(ops[row], ops[row + 1])
-            else:
+        for (last, value), row in held.items():
+            if needed[value] != row:
                 del self.written_over[row]
+                continue
+            ops[row], ops[row + 1] = with_outputs_of(ops[row], ops[row + 1])
+            if last != row:  # by then the result is in its place
+                ops[last] = replace(ops[last], inputs=tuple(v for v in ops[last].inputs if v != value))
+            self.until[row] = base_op(last), value
 
     def _again(
         self,

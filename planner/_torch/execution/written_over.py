@@ -6,7 +6,7 @@ handed a :class:`WrittenOver` calls its operator as ever, and the class calls th
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +30,9 @@ _OVER = {
 They compute each element of the same element of both; of a softmax the CPU's kernels add up a row before."""
 
 
-def is_held_alone(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or the one that it is a view of, is all that holds its memory."""
-    return _holders(tensor) - tensor._is_view() <= _holders_of_one()
+def is_held_alone(tensor: torch.Tensor, beside: int = 0) -> bool:
+    """Whether a tensor, or the one that it is a view of, and so many others are all that holds its memory."""
+    return _holders(tensor) - tensor._is_view() - beside <= _holders_of_one()
 
 
 def _holders(tensor: torch.Tensor) -> int:
@@ -80,16 +80,18 @@ class WrittenOver(torch.Tensor):
 
     Attributes:
         saved: The tensor itself.
+        may_write: Asked right before that: whether nobody else holds it by then.
     """
 
     saved: torch.Tensor
+    may_write: Callable[[], bool]
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def of(cls, saved: torch.Tensor) -> "WrittenOver":
+    def of(cls, saved: torch.Tensor, may_write: Callable[[], bool]) -> "WrittenOver":
         """What a node gets."""
         made = saved.as_subclass(cls)
-        made.saved = saved
+        made.saved, made.may_write = saved, may_write
         return made
 
     @classmethod
@@ -97,12 +99,12 @@ class WrittenOver(torch.Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is aten.detach.default:  # autograd makes it a result of the node's
-            return cls.of(args[0].saved)
+            return cls.of(args[0].saved, args[0].may_write)
         over = _OVER.get(func)
         if over is not None and type(args[1]) is cls:
             saved: Any = args[1].saved
             plain = (args[0], saved, *args[2:])
-            if can_write_over(func, plain):
+            if can_write_over(func, plain) and args[1].may_write():
                 result = saved.new_empty(0).set_(saved.untyped_storage(), 0, saved.shape)  # of new strides
                 return over(*plain, **(kwargs or {}), **{operators.last_argument(over): result})
         plain, named = pytree.tree_map(lambda a: a.saved if type(a) is cls else a, (args, kwargs or {}))
