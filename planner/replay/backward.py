@@ -17,6 +17,17 @@ from planner.replay.program import Call, Run
 from planner.replay.slots import Slots
 from planner.replay.steps import Steps
 
+OTHER_ORDER = (
+    "the backward runs in another order than planned, as for one of several losses: what it reads is made "
+    "again as it is asked for, and the step may take more than predicted. Plan the step as it is trained, "
+    "with planner.step around the function that computes its losses"
+)
+HELD = (
+    "something holds a result over which the backward writes by the plan, or a dispatch mode or a batch of "
+    "gradients runs its operators: what it writes takes memory of its own, and the step may take more than "
+    "predicted. Plan the step as it is trained, or hold a copy"
+)
+
 
 class Backward:
     """The backward of a followed step: follows the schedule, and makes what a node asks for beside it.
@@ -47,7 +58,7 @@ class Backward:
             if place != self._asked and (self.followed or place < self._asked):
                 self._in_order = False  # it comes in another order: nothing more is let go of
                 if self.followed:
-                    self._steps.out_of_order()
+                    self._steps.tell_once("order", OTHER_ORDER)
                 return
             for passed in self._steps.in_order[self._asked : place]:  # on another path they are not asked for
                 self._run_all(passed, keep)
@@ -83,7 +94,7 @@ class Backward:
         def may_write() -> bool:  # what the node asks for later may be made of it
             alone = once and self._slots.tensors.get(slot) is None and is_held_alone(tensor, beside=1)
             if not alone:
-                self._steps.tell_of_held()
+                self._steps.tell_once("held", HELD)
             return alone
 
         return WrittenOver.of(tensor, may_write)

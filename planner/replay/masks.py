@@ -50,27 +50,9 @@ def kept_by(func: Any, out: Any, args: Sequence[Any]) -> float | None:
         return 1.0
     if func is _DIVIDED:
         divisor = args[1]
-        return (
-            noise_of(float(divisor), out.dtype)
-            if isinstance(divisor, int | float) and 0 < divisor <= 1
-            else None
-        )
+        usual = isinstance(divisor, int | float) and 0 < divisor <= 1
+        return noise_of(float(divisor), out.dtype) if usual else None
     return 1.0 if out.dtype is torch.bool and not operators.writes(func) else None
-
-
-def divisor_of(operators: Sequence[Any], arguments: Sequence[Sequence[Any]]) -> float | None:
-    """By what dropout's noise is divided that some calls make, in order; None where they make something else.
-
-    Args:
-        operators: The call that makes it, and those that write it.
-        arguments: Of each.
-    """
-    if len(operators) not in (2, 3) or operators[0] not in _MADE_EMPTY or operators[1] is not _DRAWN:
-        return None
-    if len(operators) == 2:
-        return 1.0
-    divisor = arguments[2][1] if operators[2] is _DIVIDED and len(arguments[2]) == 2 else None
-    return float(divisor) if isinstance(divisor, int | float) and 0 < divisor <= 1 else None
 
 
 def find_masks(
@@ -96,11 +78,9 @@ def find_masks(
         if not isinstance(made, torch.Tensor) or not fills_storage(made):
             continue
         known = [calls[n] for n in numbers]  # type: ignore[index]
-        divisor = divisor_of([c.func for c in known], [c.args for c in known])
-        kept = None if divisor is None else noise_of(divisor, made.dtype)
-        if made.dtype is torch.bool and len(known) == 1:
-            kept = 1.0
-        if kept is None or made.dtype not in _TYPES or made.numel() < LEAST_ELEMENTS:
+        one_or_noise = len(known) == 1 or is_noise([str(call.func) for call in known])
+        kept = kept_by(known[-1].func, made, known[-1].args) if one_or_noise else None
+        if kept is None or made.numel() < LEAST_ELEMENTS:
             continue
         found.append((base, results[0], base_op(problem.row_of_event[of_calls[-1]]), made, kept))
     taken: list[tuple[Call, torch.Tensor]] = []  # for each mask packing, and unpacking, with what they return

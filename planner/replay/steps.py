@@ -27,24 +27,6 @@ class Steps:
             or len(program.makers.get(slot, ())) == 1
         }
 
-    def out_of_order(self) -> None:
-        """A backward asks for what was saved in another order than planned; say so, once."""
-        self.tell_once(
-            "order",
-            "the backward runs in another order than planned, as for one of several losses: what it reads is "
-            "made again as it is asked for, and the step may take more than predicted. Plan the step as it "
-            "is trained, with planner.step around the function that computes its losses",
-        )
-
-    def tell_of_held(self) -> None:
-        """Say, once, that something holds what the backward was planned to write over."""
-        self.tell_once(
-            "held",
-            "something holds a result over which the backward writes by the plan, or a dispatch mode or a "
-            "batch of gradients runs its operators: what it writes takes memory of its own, and the step may "
-            "take more than predicted. Plan the step as it is trained, or hold a copy",
-        )
-
     def tell_of_larger(self, size: int, planned: int) -> None:
         """Say, once, that data or something else sets sizes."""
         self.tell_once(
