@@ -7,6 +7,7 @@ _SLOTS, _BACKWARD = "planner/replay/slots.py", "planner/replay/backward.py"
 _NOTED = "planner/replay/noted.py"
 _TESTS = "tests/replay/test_replayed.py"
 _ONCE = "tests/replay/test_recorded_once.py::test_what_autograd_saves_tells_the_step_without_a_plan"
+_OVER = "tests/replay/test_written_over.py"
 _PATHS = "tests/replay/test_replayed_paths.py"
 
 REPLAYS = [
@@ -117,6 +118,20 @@ REPLAYS = [
         "The call holds the tensor, and finds it written over.",
         (Change(_SLOTS, "for maker, made in call.before if maker in self.recipes", "for _, made in ()"),),
         (f"{_TESTS}::test_copies_of_what_is_written_over_are_made_again_in_any_order",),
+    ),
+    Mutation(
+        "nothing-that-is-held-is-written-over",
+        "The backward writes a result over what was saved only where nothing else holds that.",
+        "A user's tensor has a gradient in it.",
+        (Change(_BACKWARD, " and is_held_alone(tensor, beside=1)", ""),),
+        (f"{_OVER}::test_what_something_holds_is_not_written_over",),
+    ),
+    Mutation(
+        "nothing-is-written-over-twice",
+        "Where operators of the backward may run twice, nothing is written over.",
+        "The second run reads what the first one wrote.",
+        (Change(_BACKWARD, "        once = operators_run_once()\n", "        once = True\n"),),
+        (f"{_OVER}::test_a_backward_may_run_otherwise_than_planned",),
     ),
     Mutation(
         "kept-on-another-path",

@@ -131,6 +131,20 @@ def copy_elements(made: torch.Tensor, tensor: torch.Tensor) -> None:
     made.as_strided((span,), (1,)).copy_(tensor.as_strided((span,), (1,)))
 
 
+def fills_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all that lies in its storage, each element once."""
+    if tensor.layout is not torch.strided:
+        return False
+    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return tensor.storage_offset() == 0
+
+
 def stored_elements(tensor: torch.Tensor) -> int:
     """How many elements a sparse tensor stores."""
     return int(tensor._nnz())

@@ -46,6 +46,9 @@ class ReplayRecord(Record):
     entries: list[Index] = Field(
         max_length=_MOST, description="for each of these the operation of the plan's graph behind it"
     )
+    written_over: list[Index] = Field(
+        default=[], max_length=_MOST, description="those of them that the node writes its result over"
+    )
 
     def __repr__(self) -> str:
         return f"<ReplayRecord: {len(self.operators)} calls, {len(self.saves)} saved tensors>"
@@ -79,4 +82,6 @@ class ReplayRecord(Record):
         largest = max(self.asked, default=-1)
         if largest >= len(self.saves):
             raise InconsistentError(f"{largest} is not below {len(self.saves)}", "asked")
+        if not set(self.written_over) <= set(self.asked):
+            raise InconsistentError("nobody asks for one of them", "written_over")
         return self

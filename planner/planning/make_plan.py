@@ -87,7 +87,8 @@ def make_plan(
         solved = Solved(solved, prepared.problem)
     solution, problem = solved.solution, solved.problem
     if isinstance(problem, ReplayProblem):
-        problem = problem.as_it_runs(solution.schedule)
+        room = None if budget.bytes is None else prepared.footprint.room_bytes(budget.bytes)
+        problem = problem.as_it_runs(solution.schedule, room)
     captured, resident = prepared.captured, prepared.resident
     model, meter = prepared.model, prepared.meter
     graph = problem.graph
@@ -108,7 +109,7 @@ def make_plan(
         whole = prepared.footprint.whole_step(peak_bytes, problem.final_bytes)
     seconds, eager_forward = timeline.seconds, sum(not e.backward for e in captured.eager.events)
     replayed = isinstance(problem, ReplayProblem)
-    if replayed and len(solution.schedule) > graph.base_length:
+    if replayed and (len(solution.schedule) > graph.base_length or peak_bytes < problem.eager.peak_bytes):
         seconds += problem.following_seconds
     if as_written:
         unplanned = problem.eager

@@ -8,6 +8,7 @@ import torch
 
 from planner._torch.autograd import graph_is_kept
 from planner._torch.execution.settings import set_as, settings
+from planner._torch.execution.written_over import WrittenOver, is_held_alone, operators_run_once
 from planner.graph.replay.rng import run_from_state
 from planner.graph.replay.rnn_reserve import with_reserve
 from planner.replay.calls import is_batch_norm, results_of, without_statistics
@@ -15,6 +16,17 @@ from planner.replay.noted import Held, Look, Plain, among, look_at
 from planner.replay.program import Call, Run
 from planner.replay.slots import Slots
 from planner.replay.steps import Steps
+
+OTHER_ORDER = (
+    "the backward runs in another order than planned, as for one of several losses: what it reads is made "
+    "again as it is asked for, and the step may take more than predicted. Plan the step as it is trained, "
+    "with planner.step around the function that computes its losses"
+)
+HELD = (
+    "something holds a result over which the backward writes by the plan, or a dispatch mode or a batch of "
+    "gradients runs its operators: what it writes takes memory of its own, and the step may take more than "
+    "predicted. Plan the step as it is trained, or hold a copy"
+)
 
 
 class Backward:
@@ -46,7 +58,7 @@ class Backward:
             if place != self._asked and (self.followed or place < self._asked):
                 self._in_order = False  # it comes in another order: nothing more is let go of
                 if self.followed:
-                    self._steps.out_of_order()
+                    self._steps.tell_once("order", OTHER_ORDER)
                 return
             for passed in self._steps.in_order[self._asked : place]:  # on another path they are not asked for
                 self._run_all(passed, keep)
@@ -70,6 +82,22 @@ class Backward:
             self._let_go(self._program.free.get(save, ()))
         elif slot >= 0 and self.waiting[slot] <= 0 and self._slots.can_be_made(slot):
             self._slots.tensors[slot] = None
+
+    def for_node(self, save: int, tensor: torch.Tensor, slot: int = -1) -> torch.Tensor:
+        """What a node gets of a save: something to write its result over, where it does by the plan and
+        nothing else reads the memory."""
+        planned = save in self._program.over and self.followed and self._in_order
+        if not planned or graph_is_kept() or torch.is_grad_enabled():
+            return tensor
+        once = operators_run_once()
+
+        def may_write() -> bool:  # what the node asks for later may be made of it
+            alone = once and self._slots.tensors.get(slot) is None and is_held_alone(tensor, beside=1)
+            if not alone:
+                self._steps.tell_once("held", HELD)
+            return alone
+
+        return WrittenOver.of(tensor, may_write)
 
     def _let_go(self, slots: Iterable[int]) -> None:
         """Let go of slots. On another path more may be made on demand than planned: what the forward left

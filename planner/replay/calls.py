@@ -21,6 +21,8 @@ aten = torch.ops.aten
 QUERIES = ("prim::device", "aten::sym_size", "aten::sym_stride", "aten::size", "aten::stride")
 """What a tensor of a subclass is asked, which looks like a call of an operator."""
 
+DETACH = aten.detach.default
+"""What autograd calls where a node asks for its own result."""
 _MADE_ELSEWHERE = frozenset({aten.lift_fresh.default, aten.lift.default})
 _BATCH_NORMS = frozenset(
     getattr(aten, name).default

@@ -195,7 +195,7 @@ class FollowedStep:
         if not graph_is_kept():
             packed.handed_out = tensor
         self.backward.after(save, slot)
-        return tensor
+        return self.backward.for_node(save, tensor, slot)
 
 
 class _Kept:
@@ -223,7 +223,7 @@ def unpack(packed: Any) -> torch.Tensor:
             f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version "
             f"{version} instead"
         )
-    return tensor
+    return packed.step.backward.for_node(packed.save, tensor) if type(packed) is _Kept else tensor
 
 
 class Following(CountingMode):

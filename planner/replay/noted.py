@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch.overrides import enable_reentrant_dispatch
 
+from planner._torch.execution import noise_operators
 from planner._torch.tensors import storage_number
 from planner.errors import InputsChanged
 from planner.graph.replay.rng import generator_state
-from planner.replay import masks
 from planner.replay.calls import operands_of
 
 Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype]
@@ -86,7 +86,7 @@ class Mask:
         self.count, self.dtype, self.kept = mask.numel(), mask.dtype, kept
 
     def unpacked(self, bits: torch.Tensor) -> torch.Tensor:
-        return masks.unpack(bits, self.count, self.dtype, self.kept)
+        return noise_operators.unpack(bits, self.count, self.dtype, self.kept)
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,22 +19,25 @@ root, which are gathered then.
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from planner._torch import operators
+from planner._torch.execution.written_over import can_write_over
 from planner.capture.captured_step import CapturedGraph
 from planner.costs.devices import Device, round_bytes
 from planner.costs.eager_timeline import eager_timeline, real_sizes
 from planner.costs.host_time import host_time
 from planner.costs.roofline import Costs, roofline
 from planner.costs.workspace import NOT_RUN, OpMemory, Workspaces
+from planner.graph.replay.packed import LEAST_ELEMENTS
 from planner.graph.replay.rng import generator_state_bytes
 from planner.graph.spec import GraphSpec
 from planner.heap import made_to_stay
 from planner.planfile.replay_record import ReplayRecord
 from planner.problem.build import Problem
 from planner.problem.rows import Source
-from planner.replay.calls import draws
+from planner.replay.calls import DETACH, draws
 from planner.replay.capture import ReplayedStep
 from planner.replay.recorder import Made
 from planner.replay.repeatable import Repeatable
@@ -76,66 +79,47 @@ class ReplayGraph:
 
 
 @dataclass(frozen=True)
-class Wiring:
-    """How the calls of the step are put together, whatever the schedule; see
-    :class:`planner.planfile.replay_record.ReplayRecord`. Values are those of the problem.
-
-    Attributes:
-        ids: For each position the operation of the graph; -1 for a call that is none.
-        operands, results, written: By position, the values of tensors; -1 for what is no value.
-        saves: For each save its value; -1 where there is none, or it is kept whatever the plan says.
-        begun, saved_bytes: For each save how many calls have begun by then, and the bytes of its memory.
-        grad_switches: The positions at which gradients are switched off and on, by turns.
-        asked: The saves that nodes ask for, in order.
-        entries: For each of these the operation of the graph that is the entry behind it.
-    """
-
-    ids: list[int]
-    operands: list[tuple[int, ...]]
-    results: list[tuple[int, ...]]
-    written: list[tuple[int, ...]]
-    saves: list[int]
-    begun: list[int]
-    saved_bytes: list[int]
-    grad_switches: list[int]
-    asked: list[int]
-    entries: list[int]
-
-
-@dataclass(frozen=True)
 class ReplayProblem(Problem):
     """A problem whose schedules are followed by replaying.
 
     Attributes:
         replayed: What its rows are.
-        wiring: How they are put together.
-        operators: The operators of the module's forward, by position.
+        wiring: How they are put together, whatever the schedule; values are those of the problem.
         calls_of: For rows that may run again the events that then happen: its own, and those that write over
             its results. Of the problem in which nothing is packed.
         row_of_event: The row of each event. Of the same problem.
         number_bytes: By operation, what Python numbers take that only a dispatch mode makes tensors of.
+        written_over: The rows whose result is written over what they read. It is an output of the next row,
+            which does nothing else, so that it takes memory only where the operand no longer does. With the
+            value that they read, and the row up to which a node holds that otherwise.
         following_seconds: Of a plan that drops something; others run the module as it is.
     """
 
     replayed: ReplayGraph = field(default_factory=ReplayGraph)
-    wiring: Wiring = field(default_factory=lambda: Wiring(*([] for _ in range(10))))
-    operators: tuple[str, ...] = ()
+    wiring: ReplayRecord | None = None
     calls_of: Mapping[BaseOp, tuple[int, ...]] = field(default_factory=dict)
     row_of_event: Mapping[int, BaseOp] = field(default_factory=dict)
     number_bytes: Mapping[int, int] = field(default_factory=dict)
+    written_over: Mapping[BaseOp, tuple[BaseOp, ValueId]] = field(default_factory=dict)
 
-    def as_it_runs(self, schedule: Schedule) -> "ReplayProblem":
-        """The problem of a plan. One that drops nothing runs as it is, without a dispatch mode."""
+    def as_it_runs(self, schedule: Schedule, room: int | None = None) -> "ReplayProblem":
+        """The problem of a plan for a dynamic peak. One that drops nothing, and fits all the same, runs as it
+        is, without a dispatch mode."""
         graph = self.graph
-        if len(schedule) > graph.base_length or not self.number_bytes:
+        if len(schedule) > graph.base_length or not (self.number_bytes or self.written_over):
             return self
         less = [self.number_bytes.get(s.op, 0) if s.graph >= 0 else 0 for s in self.sources]
-        base = (
+        ops = [
             replace(op, workspace_bytes=op.workspace_bytes - n)
             for op, n in zip(graph.ops, less, strict=False)
-        )
-        graph = replace(graph, ops=(*base, *graph.ops[graph.base_length :]))
-        dropped = simulate(graph, schedule).peak_bytes < self.eager.peak_bytes
+        ]
+        for row, (last, value) in self.written_over.items():
+            ops[row], ops[row + 1] = with_outputs_of(ops[row], ops[row + 1])
+            ops[last] = replace(ops[last], inputs=tuple(sorted({*ops[last].inputs, value})))
+        graph = replace(graph, ops=(*ops, *graph.ops[graph.base_length :]))
+        peak_bytes = simulate(graph, schedule).peak_bytes
+        most = simulate(self.graph, schedule).peak_bytes if room is None and self.written_over else room
+        dropped = peak_bytes < self.eager.peak_bytes or (most is not None and most < peak_bytes)
         return self if dropped else replace(self, graph=graph)
 
     def backward_sequences(self, captured: Any, schedule: Any) -> list[list[list[int]]]:
@@ -175,16 +159,21 @@ def build_replayed(
         left,
         replayed=builder.replayed,
         wiring=builder.wiring(),
-        operators=tuple(map(str, captured.saved.operators)),
         calls_of=builder.calls_of,
-        row_of_event={row.event: base_op(i) for i, row in enumerate(builder.rows)},
+        row_of_event={row.event: base_op(i) for i, row in enumerate(builder.rows) if row.event >= 0},
         number_bytes=builder.number_bytes,
+        written_over=builder.until,
         following_seconds=saved.forward_events * python.call + len(saved.saves) * python.save,
     )
 
 
+def with_outputs_of(op: Op, other: Op) -> tuple[Op, Op]:
+    """Two operations, each with the outputs of the other."""
+    return replace(op, outputs=other.outputs), replace(other, outputs=op.outputs)
+
+
 class _Row(NamedTuple):
-    event: int
+    event: int  # -1: where a result is there that was written over an operand
     op: Op
     made: tuple[ValueId, ...]
 
@@ -206,6 +195,8 @@ class _Builder:
         self._entry_ids: dict[int, int] = {}  # by row
         self.calls_of: dict[BaseOp, tuple[int, ...]] = {}
         self.number_bytes: dict[int, int] = {}
+        self.written_over: dict[BaseOp, int] = {}  # by row: the save
+        self.until: dict[BaseOp, tuple[BaseOp, ValueId]] = {}
 
     # ---- rows -----------------------------------------------------------------------------------------
 
@@ -216,7 +207,7 @@ class _Builder:
         remade = {s for index, event in enumerate(events) if again[index] for s in event.allocates}
         self._remade = remade
         self._unasked = self._find_unasked(again)
-        entries = self._entries()
+        entries, over = self._entries(), self._find_written_over()
         released: dict[int, set[int]] = {}  # by event: the storages that autograd lets go of after it
         for save in saved.saves:
             if save.storage in remade and save.unpacked and save.released is not None:
@@ -238,6 +229,17 @@ class _Builder:
             self._row(index, event, made, backward, again[index], pending, let_go, Region(unit))
             pending = set()
             self._row_of.append(len(self.rows) - 1)
+            if index in over:
+                self.written_over[base_op(len(self.rows) - 1)] = over[index]
+                there = Op(
+                    (),
+                    (),
+                    phase=Phase(backward),
+                    region=GLUE_REGION,
+                    name=f"result of {self.rows[-1].op.name}",
+                )
+                self.rows.append(_Row(-1, there, ()))
+                self.sources.append(Source())
         self._hold()
         forward = [op for op in self.replayed.ops if not op.backward]
         self.replayed.forward_length = len(forward)
@@ -271,6 +273,40 @@ class _Builder:
             and not save.unpacked
             and all(made[w].position < save.begun for w in writers.get(save.storage, ()))
         }
+
+    def _find_written_over(self) -> dict[int, int]:
+        """By event the save over which its result can be written: autograd and Python have let go of all that
+        shares its memory by then."""
+        found: dict[int, int] = {}
+        if self.device.kind != "cpu":
+            return found  # other kernels were not looked at
+        last: dict[int, list[int | None]] = {}  # by storage: when it was let go of
+        for save in self.saved.saves:
+            last.setdefault(save.storage, []).append(save.released)
+        for number, save in enumerate(self.saved.saves):
+            if save.storage not in self._remade or len(save.unpacked) != 1 or save.released is None:
+                continue
+            reading = [
+                at
+                for at in range(save.unpacked[0], save.released + 1)
+                if save.storage in self.saved.made[at].operands and self._func(at) is not DETACH
+            ]
+            if len(reading) != 1:  # what reads a view of it is another call
+                continue
+            (at,) = reading
+            ends = [*last[save.storage], self.storages[save.storage].died_after]
+            ends.remove(save.released)
+            if any(end is None or end > at for end in ends):
+                continue
+            args = self.recording.calls[self._call_of(at)].args
+            if can_write_over(self._func(at), args) and args[1].numel() >= LEAST_ELEMENTS:
+                (gradient, read), (made,) = self.saved.made[at].operands[:2], self.events[at].allocates
+                if read == save.storage != gradient and self.storages[made].died_after != at:
+                    found[at] = number
+        return found
+
+    def _func(self, event: int) -> Any:
+        return self.recording.calls[self._call_of(event)].func
 
     def _entries(self) -> dict[int, set[int]]:
         """By event the storages that nodes ask for right before it, of those that can be made again."""
@@ -371,6 +407,8 @@ class _Builder:
         row_of_event = {row.event: base_op(i) for i, row in enumerate(self.rows)}
         known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for row in self.rows:
+            if row.event < 0:
+                continue
             call = self.events[row.event].call
             assert call is not None
             row.op.seconds, row.op.workspace_bytes = seconds[call], memories[call].workspace_bytes
@@ -391,8 +429,34 @@ class _Builder:
                 if again is not None:
                     ops[i] = replace(row.op, replay=RowId(len(ops)))
                     ops.append(again)
+        self._write_over(ops)
         rounded = (v._replace(bytes=round_bytes(self.device, v.bytes)) for v in values)
         return Graph(tuple(ops), tuple(rounded), base_length=len(base))
+
+    def _write_over(self, ops: list[Op]) -> None:
+        """Have results written over operands that nothing needs later, what may run again included."""
+        over = {row: self.saved.saves[save] for row, save in self.written_over.items()}
+        held = {
+            (self._row_of[save.released or 0], self.value_of[save.storage]): r for r, save in over.items()
+        }
+        needed = [-1] * len(self.values)  # by value: the last row of the backward that it is needed for
+        for i, op in enumerate(ops[: len(self.rows)]):
+            if op.phase is Phase.BACKWARD:
+                for value in op.inputs:
+                    needed[value] = max(needed[value], held.get((i, value), i))
+        for op in reversed(ops[: len(self.rows)]):
+            if op.phase is Phase.FORWARD and op.recomputable:
+                again = op if op.replay is None else ops[op.replay]
+                for value in again.inputs:
+                    needed[value] = max(needed[value], *(needed[made] for made in again.outputs))
+        for (last, value), row in held.items():
+            if needed[value] != row:
+                del self.written_over[row]
+                continue
+            ops[row], ops[row + 1] = with_outputs_of(ops[row], ops[row + 1])
+            if last != row:  # by then the result is in its place
+                ops[last] = replace(ops[last], inputs=tuple(v for v in ops[last].inputs if v != value))
+            self.until[row] = base_op(last), value
 
     def _again(
         self,
@@ -458,16 +522,16 @@ class _Builder:
 
     # ---- how calls are put together ----------------------------------------------------------------------
 
-    def wiring(self) -> Wiring:
+    def wiring(self) -> ReplayRecord:
         """The calls of the module's forward, by position, and what autograd saves of them."""
         count = len(self.saved.operators)
         ids = [-1] * count
-        empty: list[tuple[int, ...]] = [()] * count
-        operands, results, written = empty.copy(), empty.copy(), empty.copy()
+        operands: list[list[int]] = [[] for _ in range(count)]
+        results, written = operands.copy(), operands.copy()
         unsure = self.saved.unsure
 
-        def values(storages: Sequence[int]) -> tuple[int, ...]:
-            return tuple(int(self.value_of.get(s, -1)) for s in storages)
+        def values(storages: Sequence[int]) -> list[int]:
+            return [int(self.value_of.get(s, -1)) for s in storages]
 
         for index, made in enumerate(self.saved.made):
             if made.position >= 0:
@@ -491,34 +555,36 @@ class _Builder:
             int(self.value_of[save.storage]) if number in dropped else -1
             for number, save in enumerate(self.saved.saves)
         ]
-        begun = [save.begun for save in self.saved.saves]
         taken = [  # kernels may make more than their shape functions say
             max(save.bytes, self.values[self.value_of[save.storage]].bytes) if save.bytes else 0
             for save in self.saved.saves
         ]
-        switches = self.saved.grad_switches
-        return Wiring(ids, operands, results, written, saves, begun, taken, switches, asked, entries)
+        return ReplayRecord(
+            operators=list(map(str, self.saved.operators)),
+            ids=ids,
+            operand_counts=list(map(len, operands)),
+            operands=list(chain(*operands)),
+            result_counts=list(map(len, results)),
+            results=list(chain(*results)),
+            written_counts=list(map(len, written)),
+            written=list(chain(*written)),
+            saves=saves,
+            begun=[save.begun for save in self.saved.saves],
+            saved_bytes=taken,
+            grad_switches=self.saved.grad_switches,
+            asked=asked,
+            entries=entries,
+            written_over=sorted(self.written_over.values()),
+        )
 
 
 def replay_record(problem: ReplayProblem) -> ReplayRecord:
     """How the calls of a step are put together, as plan files store it."""
-    wiring, graph = problem.wiring, problem.graph
+    assert problem.wiring is not None
     # As in the record of the step: by the order of production. Bits come between the problem's own values.
-    made = [int(v) for op in graph.ops[: graph.base_length] for v in op.outputs]
+    made = (int(v) for op in problem.graph.ops[: problem.graph.base_length] for v in op.outputs)
     number = {v: i for i, v in enumerate(made)} | {-1: -1}
-    return ReplayRecord(
-        operators=list(problem.operators),
-        ids=wiring.ids,
-        operand_counts=[len(values) for values in wiring.operands],
-        operands=[number[v] for values in wiring.operands for v in values],
-        result_counts=[len(values) for values in wiring.results],
-        results=[number[v] for values in wiring.results for v in values],
-        written_counts=[len(values) for values in wiring.written],
-        written=[number[v] for values in wiring.written for v in values],
-        saves=[number[v] for v in wiring.saves],
-        begun=wiring.begun,
-        saved_bytes=wiring.saved_bytes,
-        grad_switches=wiring.grad_switches,
-        asked=wiring.asked,
-        entries=wiring.entries,
+    by_value = {name: getattr(problem.wiring, name) for name in ("operands", "results", "written", "saves")}
+    return problem.wiring.model_copy(
+        update={name: [number[v] for v in values] for name, values in by_value.items()}
     )

@@ -79,6 +79,7 @@ class Program:
         makers: By slot, the positions of the call that makes it and of those that write it.
         bits: By the slot of a mask that is packed, the slot of its bits.
         order: The place of each save that is dropped, or sets off runs, among these as the backward asks.
+        over: The saves that the node writes its result over.
     """
 
     operators: tuple[str, ...]
@@ -94,6 +95,7 @@ class Program:
     makers: dict[int, tuple[int, ...]] = field(default_factory=dict)
     bits: dict[int, int] = field(default_factory=dict)
     order: dict[int, int] = field(default_factory=dict)
+    over: frozenset[int] = frozenset()
 
 
 def program_of(plan: PlanRecord) -> Program:
@@ -180,7 +182,8 @@ class _Maker:
         )
         self._pack(program)
         self._run_again(program)
-        known = {*dropped, *program.runs, *program.free}
+        program.over = frozenset(wiring.written_over)
+        known = {*dropped, *program.runs, *program.free, *program.over}
         seen = [a.save for a in self.asked if a.save in known]
         program.order = {save: place for place, save in enumerate(dict.fromkeys(seen))}
         _check(program)

@@ -10,18 +10,19 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.modules import module as every_module
-from torch.overrides import TorchFunctionMode
 
 from planner._torch import fake
 from planner._torch.autograd import CountingMode
-from planner._torch.tensors import SPARSE, held_tensors, storage_number, strided_copy
+from planner._torch.tensors import SPARSE, storage_number, strided_copy
 from planner._torch.tracing.block_marks import marks_here
 from planner._torch.without_data.ctc_loss import lengths_are_tensors
-from planner._torch.without_data.plain import ASKS_FOR_DEVICE, device_of
+from planner._torch.without_data.forms import Form, is_plain
+from planner._torch.without_data.one_hot import OneHotAsWithData
+from planner._torch.without_data.plain import ASKS_FOR_DEVICE
 from planner.parallel.fully_shard import ShardedUnits
 from planner.replay.calls import (
     is_batch_norm,
@@ -167,7 +168,7 @@ class SavesRecorder(CountingMode, StepRecorder):
         after = every_module.register_module_forward_hook(self._leave, always_call=True)
         try:
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-            with hooks, self._units.watched(), _AsWithData(), lengths_are_tensors():
+            with hooks, self._units.watched(), OneHotAsWithData(), lengths_are_tensors():
                 yield
         finally:
             before.remove()
@@ -329,71 +330,13 @@ class SavesRecorder(CountingMode, StepRecorder):
         return tensor
 
 
-class _AsWithData(TorchFunctionMode):
-    """What PyTorch computes by other operators where there are no data is computed as with data."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.one_hot:
-            return _one_hot(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    if num_classes < 0 or not fake.is_fake(tensor):
-        return torch.nn.functional.one_hot(tensor, num_classes)
-    if tensor.device.type == "cpu" and tensor.numel():
-        torch.aminmax(tensor)  # whether these are classes
-    zeros = torch.zeros(*tensor.shape, num_classes, dtype=tensor.dtype, device=tensor.device)
-    return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
-
-
 class _Packed:
     """What autograd holds in the place of a tensor that it saved."""
 
     __slots__ = ("__weakref__", "form", "save", "storage")
 
-    def __init__(self, form: "Form | torch.Tensor", storage: int, save: int) -> None:
+    def __init__(self, form: Form | torch.Tensor, storage: int, save: int) -> None:
         self.form, self.storage, self.save = form, storage, save
-
-
-class Form(NamedTuple):
-    """How a tensor without data lies in its storage."""
-
-    mode: Any
-    elements: int
-    shape: torch.Size
-    strides: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Form":
-        """The form of a tensor."""
-        elements = tensor.untyped_storage().nbytes() // max(tensor.element_size(), 1)
-        offset = int(tensor.storage_offset())
-        mode = fake.mode_of([tensor])
-        return cls(mode, elements, tensor.shape, tensor.stride(), offset, tensor.dtype, device_of(tensor))
-
-    def tensor(self) -> torch.Tensor:
-        """A tensor of this form, in memory of its own."""
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        if self.offset == 0 and self.elements == last + 1 and 0 not in self.shape:
-            return fake.empty_strided(self.mode, self.shape, self.strides, self.dtype, self.device)
-        base = torch.empty(self.elements, dtype=self.dtype, device=self.device)
-        return base.as_strided(self.shape, self.strides, self.offset)
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is plain memory, of which a part can be named by its offset, sizes and strides."""
-    return (
-        tensor.layout not in SPARSE
-        and tensor.layout is torch.strided
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and not tensor.is_quantized
-        and held_tensors(tensor)[0] is tensor
-    )
 
 
 class AroundForward(torch.nn.Module):

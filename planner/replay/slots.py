@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from planner._torch import operators
+from planner._torch.execution import noise_operators
 from planner._torch.execution.settings import settings
+from planner._torch.tensors import fills_storage
 from planner.errors import FreedError
 from planner.replay import masks
 from planner.replay.calls import (
@@ -114,8 +116,8 @@ class Slots:
     def _pack_bits(self, slot: int, bits: int, func: Any, out: torch.Tensor, args: Any) -> None:
         """Keep a mask as bits that the call which has just run has made, or written for the last time."""
         kept = masks.kept_by(func, out, args)
-        if kept is not None and slot in self._masked and self.holds(slot, out) and masks.fills_storage(out):
-            self.tensors[bits] = masks.pack(out, kept)
+        if kept is not None and slot in self._masked and self.holds(slot, out) and fills_storage(out):
+            self.tensors[bits] = noise_operators.pack(out, kept)
             self.masks[slot] = Mask(out, kept)
 
     def holds(self, slot: int, tensor: torch.Tensor) -> bool:

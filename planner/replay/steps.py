@@ -17,7 +17,7 @@ class Steps:
         self.grad, self.saved_bytes = program.grad, program.saved_bytes
         self.names, self.begun = program.operators, program.begun
         self.operators: list[Any] = [None] * len(program.operators)  # as they are first met
-        self.asks = frozenset(program.runs) | frozenset(program.free)
+        self.asks = frozenset(program.runs) | frozenset(program.free) | program.over
         self.bits = frozenset(program.bits.values())
         self.in_order = sorted(program.order, key=lambda save: program.order[save])
         self.masks = {
@@ -26,15 +26,6 @@ class Steps:
             if masks.is_noise([program.operators[p] for p in program.makers.get(slot, ())])
             or len(program.makers.get(slot, ())) == 1
         }
-
-    def out_of_order(self) -> None:
-        """A backward asks for what was saved in another order than planned; say so, once."""
-        self.tell_once(
-            "order",
-            "the backward runs in another order than planned, as for one of several losses: what it reads is "
-            "made again as it is asked for, and the step may take more than predicted. Plan the step as it "
-            "is trained, with planner.step around the function that computes its losses",
-        )
 
     def tell_of_larger(self, size: int, planned: int) -> None:
         """Say, once, that data or something else sets sizes."""

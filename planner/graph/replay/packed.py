@@ -18,7 +18,7 @@ from planner.graph.replay_rule import ReplayRule, ReplayState, Take
 aten = torch.ops.aten
 
 LEAST_ELEMENTS = 1024
-"""Smaller masks are not worth the two calls."""
+"""Smaller masks are not worth the two calls, nor smaller results being written over operands."""
 
 
 class Packed(ReplayRule):
