@@ -153,13 +153,16 @@ def same_shape(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
-def same_shape_in(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+def same_shape_in(
+    mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device | None = None
+) -> torch.Tensor:
     """A tensor without data like another, of a mode, with a storage of its own as large as the other's.
 
-    Of one on the meta device it is one on the CPU.
+    It is on the device of the other, unless one is given; for the meta device it is on the CPU.
     """
     size = storage_bytes(tensor) // max(tensor.element_size(), 1)
-    device = "cpu" if tensor.device.type == "meta" else tensor.device
+    device = device or tensor.device
+    device = torch.device("cpu") if device.type == "meta" else device
     with mode:
         if size == tensor.numel():
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

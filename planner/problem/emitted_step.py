@@ -18,10 +18,11 @@ from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.inductor.random_operators import IN_ORDER, PLAIN
 from planner.capture.captured_step import CapturedStep
 from planner.capture.graphs.graph_call import GraphCall
+from planner.costs.cuda_scratch import CudaScratch
 from planner.costs.devices import Device, round_bytes
 from planner.costs.eager_timeline import allocated_bytes, real_sizes
 from planner.costs.workspace import NOT_RUN, OpMemory, WorkspaceMeter
-from planner.graph.replay.rng import generator_state_bytes
+from planner.graph.replay.rng import generator_state, generator_state_bytes
 from planner.lowering.partition import Role, partition
 from planner.training_step.call import Call
 from planner.training_step.recorder import Recording, StepRecorder
@@ -80,14 +81,14 @@ class EmittedStepModel:
     Args:
         captured: The step.
         device: For rounding.
-        meter: Measures the workspace of kernels; None counts none.
+        meter: Measures the workspace of kernels, or has formulas for it; None counts none.
         lowering: Emits the programs.
         copying: Whether re-runs read copies of inputs.
     """
 
     captured: CapturedStep
     device: Device
-    meter: WorkspaceMeter | None
+    meter: WorkspaceMeter | CudaScratch | None
     lowering: "InductorLowering"
     copying: bool = False
     _programs: dict[tuple[int, Program], tuple[EmittedRun, EmittedRun]] = field(default_factory=dict)
@@ -198,8 +199,10 @@ class _Composed:
             if event.call is not None:
                 of, memory = recording.calls[event.call], memories[event.call]
                 again = of.func in PLAIN
+                on_device = self._model.device.kind == "cpu" or IN_ORDER.get(of.func) is not generator_state
                 workspace = memory.workspace_bytes + again * generator_state_bytes(self._model.device.kind)
-                sizes = real_sizes(of, memory, [recording.storages[s].bytes for s in event.allocates])
+                allocated = [recording.storages[s].bytes * on_device for s in event.allocates]
+                sizes = real_sizes(of, memory, allocated)
                 for storage, size in zip(event.allocates, sizes, strict=True):
                     known[storage] = self._new(round_bytes(self._model.device, size), start + step)
             self._workspace.append(workspace)

@@ -21,16 +21,19 @@ from torch._inductor import async_compile, config
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.virtualized import V
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from planner._torch.cuda.layouts import layouts_of_cuda
 from planner._torch.fake import without_modes
 from planner._torch.inductor.decompositions import decompositions
+from planner._torch.inductor.elsewhere import LOWERED_FOR
 from planner._torch.inductor.fusion import CHOICES, kernels_of_plans
 from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.inductor.kernels import kernels_compiled_together
 from planner._torch.inductor.remembered import work_remembered
+from planner._torch.layouts.shape_functions import layouts_of_kernels
 from planner._torch.patches import replaced
 from planner.errors import CompilerError
 
@@ -118,13 +121,14 @@ def retrace(
         tracing(TracingContext(mode)),
         # While Dynamo compiles, modules write their code late, and the key of Inductor's cache is another.
         _use_lazy_graph_module(False),
+        mode,  # what the function makes has no data either
     ):
         traced: GraphModule = make_fx(
             function, decomposition_table=decompositions(), _allow_non_fake_inputs=True
         )(*inputs)
     output = traced.graph.output_node()
-    visible = len(output.args[0]) if as_traced is None else as_traced  # type: ignore[arg-type]
-    output.meta["user_visible_output_idxs"] = list(range(visible))
+    visible = [isinstance(result, Node) for result in output.args[0]][:as_traced]  # type: ignore[union-attr]
+    output.meta["user_visible_output_idxs"] = [i for i, is_made in enumerate(visible) if is_made]
     output.meta["original_output_strides"] = [
         value.stride() if isinstance(value, torch.Tensor) else None
         for value in (getattr(node, "meta", {}).get("val") for node in output.args[0])  # type: ignore
@@ -250,7 +254,16 @@ def _dry_program(source: str, constants: Mapping[str, Any]) -> BoxedFunction:
             copy_if_misaligned=lambda tensor: tensor,
             get_raw_stream=_nothing,
         )
-    return scope["call"]  # type: ignore[no-any-return]
+    if LOWERED_FOR.get() is None:
+        return scope["call"]  # type: ignore[no-any-return]
+    # Without a GPU some methods of tensors fail even without data, so those of the CPU stand for the GPU's.
+    scope.update(empty_strided_cuda=partial(_empty, "cpu"), device=lambda *_, **__: torch.device("cpu"))
+    return partial(_run_as_on_cuda, scope["call"])
+
+
+def _run_as_on_cuda(program: BoxedFunction, arguments: list[Any]) -> Sequence[Any]:
+    with layouts_of_kernels(), layouts_of_cuda(cudnn=True):
+        return program(arguments)
 
 
 def _empty(device: str, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
