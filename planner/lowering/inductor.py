@@ -21,7 +21,7 @@ from planner._torch.execution.mask_operators import MASKED_PRODUCT
 from planner._torch.execution.own_backwards import memory_format
 from planner._torch.execution.pooling_operators import GIVEN_TENSORS
 from planner._torch.inductor import compiling, random_operators
-from planner._torch.inductor.elsewhere import DEVICE, Gpu, lowered_for
+from planner._torch.inductor.elsewhere import Gpu, lowered_for
 from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.inductor.order import FREED, KEPT, realize_in_place
 from planner._torch.joint.aot import BoxedFunction
@@ -87,7 +87,7 @@ def for_inductor(
         raise CaptureError(
             "backend='inductor' compiles for shapes, not for symbolic sizes: plan for each shape"
         )
-    mode = fake.fake_mode_with_sizes()
+    mode = fake.fake_mode_with_sizes(elsewhere=elsewhere)
     inputs = _without_data(values, mode, strides, elsewhere)
     positions = {node: i for i, node in enumerate(placeholders)}
     results: list[Any] = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
@@ -110,6 +110,8 @@ def for_inductor(
     # them.
     as_traced = None if own is None else own - sum(i < own for i in aliases)
     traced = compiling.retrace(function, inputs, mode, as_traced)
+    if elsewhere:
+        _name_the_gpu(traced)
     for node in traced.graph.nodes:
         if _is_sized_by_data(node):
             raise CaptureError(
@@ -126,7 +128,7 @@ def for_inductor(
 
 
 def _without_data(
-    values: Sequence[Any], mode: Any, strides: Sequence[Strides | None], elsewhere: bool = False
+    values: Sequence[Any], mode: Any, strides: Sequence[Strides | None], elsewhere: bool
 ) -> list[Any]:
     """The values with their tensors in a fake mode, the first ones with given strides; others as they are."""
     made = []
@@ -135,7 +137,7 @@ def _without_data(
         if not isinstance(value, torch.Tensor):
             made.append(value)
             continue
-        device = DEVICE if elsewhere and value.device.type == "cpu" else value.device
+        device = fake.ELSEWHERE if elsewhere and value.device.type == "cpu" else value.device
         if elsewhere and value.device.type == "meta":  # a state of generators, which is on the host
             with mode:
                 made.append(torch.empty(rng.generator_state_bytes("cuda"), dtype=value.dtype, device="cpu"))
@@ -244,7 +246,7 @@ class _ForInductor(Interpreter):
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
         moved = self._elsewhere and isinstance(value, torch.Tensor) and value.dim()
-        return value.to(DEVICE) if moved else value
+        return value.to(fake.ELSEWHERE) if moved else value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if self._elsewhere:
@@ -278,14 +280,24 @@ class _ForInductor(Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _generators(self, devices: str, index: int | None) -> tuple[str, int | None]:
-        return (DEVICE.type, DEVICE.index) if self._elsewhere else (devices, index)
+        return (fake.ELSEWHERE.type, fake.ELSEWHERE.index) if self._elsewhere else (devices, index)
 
     def _token(self) -> Any:
         return random_operators.first_token() if self.token is None else self.token
 
 
+def _name_the_gpu(traced: GraphModule) -> None:
+    """Put the GPU in the place of the meta device, by which a decomposition may have named it."""
+    for node in traced.graph.nodes:
+        if node.target is torch.ops.prims.device_put.default and node.args[1] == torch.device("meta"):
+            node.replace_all_uses_with(node.args[0])  # it is there
+            traced.graph.erase_node(node)
+        elif node.kwargs.get("device") == torch.device("meta"):
+            node.kwargs = {**node.kwargs, "device": fake.ELSEWHERE}
+
+
 def _on_gpu(value: Any) -> Any:
-    return DEVICE if isinstance(value, torch.device) and value.type == "cpu" else value
+    return fake.ELSEWHERE if isinstance(value, torch.device) else value
 
 
 def as_given(function: BoxedFunction, graph: InductorGraph) -> BoxedFunction:
@@ -393,7 +405,7 @@ class InductorLowering:
                 "plan with backend='eager'"
             ) from error
         values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
-        inputs = _without_data(values, graph.mode, self._saved(module, role))
+        inputs = _without_data(values, graph.mode, self._saved(module, role), self._gpu is not None)
         return program, as_given(program.run, graph), inputs
 
     def _graph(self, module: GraphModule, role: Role) -> InductorGraph:

@@ -22,7 +22,7 @@ from planner.costs.cuda_scratch import CudaScratch
 from planner.costs.devices import Device, round_bytes
 from planner.costs.eager_timeline import allocated_bytes, real_sizes
 from planner.costs.workspace import NOT_RUN, OpMemory, WorkspaceMeter
-from planner.graph.replay.rng import generator_state, generator_state_bytes
+from planner.graph.replay.rng import generator_state_bytes
 from planner.lowering.partition import Role, partition
 from planner.training_step.call import Call
 from planner.training_step.recorder import Recording, StepRecorder
@@ -199,10 +199,8 @@ class _Composed:
             if event.call is not None:
                 of, memory = recording.calls[event.call], memories[event.call]
                 again = of.func in PLAIN
-                on_device = self._model.device.kind == "cpu" or IN_ORDER.get(of.func) is not generator_state
                 workspace = memory.workspace_bytes + again * generator_state_bytes(self._model.device.kind)
-                allocated = [recording.storages[s].bytes * on_device for s in event.allocates]
-                sizes = real_sizes(of, memory, allocated)
+                sizes = real_sizes(of, memory, [recording.storages[s].bytes for s in event.allocates])
                 for storage, size in zip(event.allocates, sizes, strict=True):
                     known[storage] = self._new(round_bytes(self._model.device, size), start + step)
             self._workspace.append(workspace)

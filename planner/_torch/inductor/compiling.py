@@ -25,15 +25,12 @@ from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from planner._torch.cuda.layouts import layouts_of_cuda
 from planner._torch.fake import without_modes
 from planner._torch.inductor.decompositions import decompositions
-from planner._torch.inductor.elsewhere import LOWERED_FOR
 from planner._torch.inductor.fusion import CHOICES, kernels_of_plans
 from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.inductor.kernels import kernels_compiled_together
 from planner._torch.inductor.remembered import work_remembered
-from planner._torch.layouts.shape_functions import layouts_of_kernels
 from planner._torch.patches import replaced
 from planner.errors import CompilerError
 
@@ -254,16 +251,7 @@ def _dry_program(source: str, constants: Mapping[str, Any]) -> BoxedFunction:
             copy_if_misaligned=lambda tensor: tensor,
             get_raw_stream=_nothing,
         )
-    if LOWERED_FOR.get() is None:
-        return scope["call"]  # type: ignore[no-any-return]
-    # Without a GPU some methods of tensors fail even without data, so those of the CPU stand for the GPU's.
-    scope.update(empty_strided_cuda=partial(_empty, "cpu"), device=lambda *_, **__: torch.device("cpu"))
-    return partial(_run_as_on_cuda, scope["call"])
-
-
-def _run_as_on_cuda(program: BoxedFunction, arguments: list[Any]) -> Sequence[Any]:
-    with layouts_of_kernels(), layouts_of_cuda(cudnn=True):
-        return program(arguments)
+    return scope["call"]  # type: ignore[no-any-return]
 
 
 def _empty(device: str, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:

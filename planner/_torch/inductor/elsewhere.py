@@ -5,7 +5,7 @@ emit a program: the kernels in it are text. Seen to work with torch 2.13, with T
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +15,12 @@ from torch._dynamo import device_interface
 from torch._dynamo.convert_frame import compile_lock
 from torch._inductor import codecache, decomposition, lowering, scheduler, utils
 from torch._inductor.runtime.hints import DeviceProperties
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _triton
 
 from planner._torch.cuda.layouts import convolutions_of_cuda
+from planner._torch.fake import ELSEWHERE, IS_CUDA
 from planner._torch.patches import replaced, replaced_entries
-
-DEVICE = torch.device("cuda", 0)
-"""Where the tensors are that stand for those of a GPU that is elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def lowered_for(gpu: Gpu | None) -> Iterator[None]:
         """What Inductor asks of a device."""
 
         is_available = staticmethod(lambda: True)
-        current_device = staticmethod(lambda: DEVICE.index)
+        current_device = staticmethod(lambda: ELSEWHERE.index)
         get_device_properties = staticmethod(lambda _device=None: gpu)
         get_compute_capability = staticmethod(lambda _device=None: 10 * gpu.major + gpu.minor)
 
@@ -74,28 +73,23 @@ def lowered_for(gpu: Gpu | None) -> Iterator[None]:
     codecache.CacheBase.get_system()  # remembers what is here, for the key of Inductor's cache
     properties: Any = {"get_device_properties": lambda _device=None: gpu}
     by_dtype = {"needs_fallback_due_to_atomic_add_limitations": adds_by_a_call}
-    remembered = (DeviceProperties.create, utils.is_big_gpu)
     compile_lock.acquire()  # what is replaced is seen by all threads
     token = LOWERED_FOR.set(gpu)
     try:
-        _forget(remembered)
+        DeviceProperties.create.cache_clear()
         with (
             replaced_entries("devices of Inductor", device_interface.device_interfaces, {"cuda": Elsewhere}),
             replaced(torch.cuda, properties),
+            replaced(FakeTensor, {"is_cuda": IS_CUDA}),
             replaced(scheduler, {"has_triton": lambda: True}),
             replaced(_triton, {"triton_hash_with_backend": lambda: "none"}),
-            replaced(utils, by_dtype),
+            replaced(utils, {"is_big_gpu": lambda _device=0: False, **by_dtype}),
             replaced(lowering, by_dtype),
             replaced(decomposition, by_dtype),
             convolutions_of_cuda(cudnn=True),
         ):
             yield
     finally:
-        _forget(remembered)
+        DeviceProperties.create.cache_clear()
         LOWERED_FOR.reset(token)
         compile_lock.release()
-
-
-def _forget(functions: Iterable[Any]) -> None:
-    for function in functions:
-        function.cache_clear()
