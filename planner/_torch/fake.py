@@ -14,6 +14,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner._torch.tensors import dispatch_keys
+from planner._torch.without_data.elsewhere import ModeElsewhere
 
 DataDependentError = DataDependentOutputException
 """Raised where a number is asked of a tensor without data."""
@@ -30,32 +31,8 @@ def fake_mode_with_sizes(*, elsewhere: bool = False) -> FakeTensorMode:
     Args:
         elsewhere: Whether its tensors are on a GPU that is not here.
     """
-    mode = _ModeElsewhere if elsewhere else FakeTensorMode
+    mode = ModeElsewhere if elsewhere else FakeTensorMode
     return mode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-
-
-class _ModeElsewhere(FakeTensorMode):
-    """A mode whose tensors on a GPU can be used where PyTorch was built without GPUs.
-
-    Methods of tensors make a GPU current while they run, which such a PyTorch cannot. They ask on which
-    device a tensor is by an operator, and are told of the meta device. What they are to make there is made
-    on the GPU.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default and args[0].fake_device.type == "cuda":
-            return torch.device("meta")
-        if kwargs and kwargs.get("device") == torch.device("meta"):
-            kwargs = {**kwargs, "device": ELSEWHERE}
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-ELSEWHERE = torch.device("cuda", 0)
-"""Where tensors without data are that stand for those of a GPU that is not here."""
-
-
-IS_CUDA = property(lambda tensor: tensor.device.type == "cuda")
-"""``FakeTensor.is_cuda``, where PyTorch asks on which device a tensor is in another way."""
 
 
 class AnyNumber(TorchDispatchMode):

@@ -25,6 +25,7 @@ from planner._torch.inductor.elsewhere import Gpu, lowered_for
 from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.inductor.order import FREED, KEPT, realize_in_place
 from planner._torch.joint.aot import BoxedFunction
+from planner._torch.without_data.elsewhere import DEVICE, named_anew
 from planner.errors import CaptureError, PlannerError
 from planner.graph.in_place import OnCopy, operator_in_place
 from planner.graph.overwritten import alias
@@ -111,7 +112,7 @@ def for_inductor(
     as_traced = None if own is None else own - sum(i < own for i in aliases)
     traced = compiling.retrace(function, inputs, mode, as_traced)
     if elsewhere:
-        _name_the_gpu(traced)
+        named_anew(traced.graph)
     for node in traced.graph.nodes:
         if _is_sized_by_data(node):
             raise CaptureError(
@@ -137,7 +138,7 @@ def _without_data(
         if not isinstance(value, torch.Tensor):
             made.append(value)
             continue
-        device = fake.ELSEWHERE if elsewhere and value.device.type == "cpu" else value.device
+        device = DEVICE if elsewhere and value.device.type == "cpu" else value.device
         if elsewhere and value.device.type == "meta":  # a state of generators, which is on the host
             with mode:
                 made.append(torch.empty(rng.generator_state_bytes("cuda"), dtype=value.dtype, device="cpu"))
@@ -246,7 +247,7 @@ class _ForInductor(Interpreter):
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
         moved = self._elsewhere and isinstance(value, torch.Tensor) and value.dim()
-        return value.to(fake.ELSEWHERE) if moved else value
+        return value.to(DEVICE) if moved else value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if self._elsewhere:
@@ -280,24 +281,14 @@ class _ForInductor(Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _generators(self, devices: str, index: int | None) -> tuple[str, int | None]:
-        return (fake.ELSEWHERE.type, fake.ELSEWHERE.index) if self._elsewhere else (devices, index)
+        return (DEVICE.type, DEVICE.index) if self._elsewhere else (devices, index)
 
     def _token(self) -> Any:
         return random_operators.first_token() if self.token is None else self.token
 
 
-def _name_the_gpu(traced: GraphModule) -> None:
-    """Put the GPU in the place of the meta device, by which a decomposition may have named it."""
-    for node in traced.graph.nodes:
-        if node.target is torch.ops.prims.device_put.default and node.args[1] == torch.device("meta"):
-            node.replace_all_uses_with(node.args[0])  # it is there
-            traced.graph.erase_node(node)
-        elif node.kwargs.get("device") == torch.device("meta"):
-            node.kwargs = {**node.kwargs, "device": fake.ELSEWHERE}
-
-
 def _on_gpu(value: Any) -> Any:
-    return fake.ELSEWHERE if isinstance(value, torch.device) else value
+    return DEVICE if isinstance(value, torch.device) else value
 
 
 def as_given(function: BoxedFunction, graph: InductorGraph) -> BoxedFunction:

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _triton
 
 from planner._torch.cuda.layouts import convolutions_of_cuda
-from planner._torch.fake import ELSEWHERE, IS_CUDA
 from planner._torch.patches import replaced, replaced_entries
+from planner._torch.without_data.elsewhere import DEVICE, IS_CUDA
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def lowered_for(gpu: Gpu | None) -> Iterator[None]:
         """What Inductor asks of a device."""
 
         is_available = staticmethod(lambda: True)
-        current_device = staticmethod(lambda: ELSEWHERE.index)
+        current_device = staticmethod(lambda: DEVICE.index)
         get_device_properties = staticmethod(lambda _device=None: gpu)
         is_bf16_supported = staticmethod(lambda including_emulation: including_emulation or gpu.major >= 8)
         get_compute_capability = staticmethod(lambda _device=None: 10 * gpu.major + gpu.minor)

@@ -8,6 +8,7 @@ import torch._subclasses.fake_tensor as fake_tensors
 from torch._subclasses.fake_tensor import FakeTensor
 
 from planner._torch.tensors import dispatch_keys
+from planner._torch.without_data.elsewhere import ModeElsewhere
 
 ASKS_FOR_DEVICE = torch.ops.prim.device.default
 """The call that dispatch modes see where autograd or an operator asks for the device of a tensor without
@@ -53,5 +54,8 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 
 def device_asked_for(args: Sequence[Any]) -> torch.device:
     """The result of :data:`ASKS_FOR_DEVICE`, by its arguments."""
-    device: torch.device = fake_tensors._device_handler(args)
+    mode = args[0].fake_mode
+    device: torch.device = (
+        mode.told(args[0]) if isinstance(mode, ModeElsewhere) else fake_tensors._device_handler(args)
+    )
     return device
