@@ -9,6 +9,7 @@ with an empty cache of Inductor's, so that seconds are those of a first plan.
 """
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -57,10 +59,13 @@ def llama(small: bool) -> tuple[torch.nn.Module, Inputs]:
     """Eight layers of Llama-3 8B's shape, 2 x 4096 words."""
     import transformers
 
-    shape = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
-             "intermediate_size": 64, "vocab_size": 100} if small else {"num_hidden_layers": 8,
-             "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
-             "intermediate_size": 14336, "vocab_size": 128256}  # fmt: skip
+    shape: Any = (
+        {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "intermediate_size": 64, "vocab_size": 100}
+        if small
+        else {"num_hidden_layers": 8, "hidden_size": 4096, "num_attention_heads": 32,
+              "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
+    )  # fmt: skip
     words = torch.randint(3, 100, (32, 64) if small else (2, 4096))
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, use_cache=False))
     return model, ((), {"input_ids": words, "labels": words, "use_cache": False})
@@ -111,19 +116,21 @@ def rows(name: str, device: str, budgets: list[str], small: bool) -> Iterator[st
             )
 
 
-def in_a_process(name: str, options: argparse.Namespace) -> str:
+def in_a_process(name: str, options: argparse.Namespace) -> Iterator[str]:
     """The rows of a model, planned in a process with an empty cache."""
     command = [sys.executable, __file__, "--device", options.device, "--only", name, "--budgets"]
     command += [*options.budgets, *(["--small"] if options.small else [])]
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return done.stdout
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+            yield from process.stdout or ()
+    if process.returncode:
+        raise SystemExit(f"{name} was not planned: see above")
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="H100", help="of the table of devices (H100)")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--only", choices=list(MODELS), help="plan this model in this process")
@@ -136,9 +143,9 @@ def main(arguments: list[str] | None = None) -> None:
             print(row, flush=True)
         return
     table = []
-    for name in options.models:
-        table.append(in_a_process(name, options))
-        print(table[-1], end="", flush=True)
+    for row in itertools.chain.from_iterable(in_a_process(name, options) for name in options.models):
+        table.append(row)
+        print(row, end="", flush=True)
     if options.out is not None:
         columns = f"| {' | '.join(COLUMNS)} |"
         head = HEAD.format(device=options.device, out=options.out, torch=torch.__version__, columns=columns)

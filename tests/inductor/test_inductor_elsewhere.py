@@ -80,6 +80,15 @@ def test_programs_for_a_gpu_are_counted_with_their_workspace(sources: list[str])
 
 
 @pytest.mark.heavy
+def test_operators_are_decomposed_as_on_a_gpu(sources: list[str]) -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(64, 64), nn.LogSigmoid(), nn.Linear(64, 64)), torch.empty(4096, 64)
+    unrecomputed(model, x)
+    # Of its input, as large, the CPU's operator keeps the exponentials, and a GPU's nothing.
+    assert "empty_strided_cuda((0, ), (1, ), torch.float32)" in sources[0]
+
+
+@pytest.mark.heavy
 def test_a_draw_on_a_gpu_runs_again_from_the_state_of_its_generator(sources: list[str]) -> None:
     with torch.device("meta"):
         model = nn.Sequential(Layer(), nn.Linear(1024, 256), Layer()).train()

@@ -63,7 +63,7 @@ def lowered_for(gpu: Gpu | None) -> Iterator[None]:
 
         is_available = staticmethod(lambda: True)
         current_device = staticmethod(lambda: DEVICE.index)
-        get_device_properties = staticmethod(lambda _device=None: gpu)
+        get_device_properties: Any = staticmethod(lambda _device=None: gpu)
         is_bf16_supported = staticmethod(lambda including_emulation: including_emulation or gpu.major >= 8)
         get_compute_capability = staticmethod(lambda _device=None: 10 * gpu.major + gpu.minor)
 
