@@ -13,8 +13,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner._torch.elsewhere import ModeElsewhere
 from planner._torch.tensors import dispatch_keys
-from planner._torch.without_data.elsewhere import ModeElsewhere
 
 DataDependentError = DataDependentOutputException
 """Raised where a number is asked of a tensor without data."""

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_aggregate
 
 from planner._torch import fake, operators
+from planner._torch.elsewhere import DEVICE, named_anew
 from planner._torch.execution.mask_operators import MASKED_PRODUCT
 from planner._torch.execution.own_backwards import memory_format
 from planner._torch.execution.pooling_operators import GIVEN_TENSORS
@@ -25,7 +26,6 @@ from planner._torch.inductor.elsewhere import Gpu, lowered_for
 from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.inductor.order import FREED, KEPT, realize_in_place
 from planner._torch.joint.aot import BoxedFunction
-from planner._torch.without_data.elsewhere import DEVICE, named_anew
 from planner.errors import CaptureError, PlannerError
 from planner.graph.in_place import OnCopy, operator_in_place
 from planner.graph.overwritten import alias

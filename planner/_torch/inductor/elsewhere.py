@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _triton
 
 from planner._torch.cuda.layouts import convolutions_of_cuda
+from planner._torch.elsewhere import DEVICE, IS_CUDA
 from planner._torch.patches import replaced, replaced_entries
-from planner._torch.without_data.elsewhere import DEVICE, IS_CUDA
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,6 @@ def lowered_for(gpu: Gpu | None) -> Iterator[None]:
         yield
         return
 
-    class Elsewhere(device_interface.CudaInterface):
-        """What Inductor asks of a device."""
-
-        is_available = staticmethod(lambda: True)
-        current_device = staticmethod(lambda: DEVICE.index)
-        get_device_properties: Any = staticmethod(lambda _device=None: gpu)
-        is_bf16_supported = staticmethod(lambda including_emulation: including_emulation or gpu.major >= 8)
-        get_compute_capability = staticmethod(lambda _device=None: 10 * gpu.major + gpu.minor)
-
     def adds_by_a_call(dtype: torch.dtype) -> bool:
         return dtype in (torch.int64, torch.bool) or (dtype is torch.bfloat16 and gpu.major < 9)
 
@@ -79,7 +70,9 @@ def lowered_for(gpu: Gpu | None) -> Iterator[None]:
     try:
         DeviceProperties.create.cache_clear()
         with (
-            replaced_entries("devices of Inductor", device_interface.device_interfaces, {"cuda": Elsewhere}),
+            replaced_entries(
+                "devices of Inductor", device_interface.device_interfaces, {"cuda": _interface(gpu)}
+            ),
             replaced(torch.cuda, properties),
             replaced(FakeTensor, {"is_cuda": IS_CUDA}),
             replaced(scheduler, {"has_triton": lambda: True}),
@@ -94,3 +87,16 @@ def lowered_for(gpu: Gpu | None) -> Iterator[None]:
         DeviceProperties.create.cache_clear()
         LOWERED_FOR.reset(token)
         compile_lock.release()
+
+
+def _interface(gpu: Gpu) -> Any:
+    """What Inductor asks of a device."""
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "current_device": lambda: DEVICE.index,
+        "get_device_properties": lambda _device=None: gpu,
+        "get_compute_capability": lambda _device=None: 10 * gpu.major + gpu.minor,
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or gpu.major >= 8,
+    }
+    methods = {name: staticmethod(answer) for name, answer in answers.items()}
+    return type("Elsewhere", (device_interface.CudaInterface,), methods)

@@ -7,8 +7,8 @@ import torch
 import torch._subclasses.fake_tensor as fake_tensors
 from torch._subclasses.fake_tensor import FakeTensor
 
+from planner._torch.elsewhere import ModeElsewhere
 from planner._torch.tensors import dispatch_keys
-from planner._torch.without_data.elsewhere import ModeElsewhere
 
 ASKS_FOR_DEVICE = torch.ops.prim.device.default
 """The call that dispatch modes see where autograd or an operator asks for the device of a tensor without
