@@ -91,12 +91,13 @@ def test_operators_are_decomposed_as_on_a_gpu(sources: list[str]) -> None:
 @pytest.mark.heavy
 def test_a_draw_on_a_gpu_runs_again_from_the_state_of_its_generator(sources: list[str]) -> None:
     with torch.device("meta"):
-        model = nn.Sequential(Layer(), nn.Linear(1024, 256), Layer()).train()
-        x = torch.empty(16384, 256)
-    plan = planner.plan(model, x, budget="min", device="H100", solver="sqrt_n", **OPTIONS)
+        model, x = Layer().train(), torch.empty(16384, 256)
+    again: Any = {"budget": "64GiB", "solver": "sqrt_n", "recompute": ["aten.native_dropout"]}
+    plan = planner.plan(model, x, device="H100", **again, **OPTIONS)
     assert plan.recomputed_operations > 0
-    assert any("planner_random.state_cuda_0.default" in source for source in sources)
-    assert any("planner_random.aten_native_dropout_from_state_cuda_0" in source for source in sources)
+    forward, backward = sources
+    assert "planner_random.state_cuda_0.default" in forward
+    assert "planner_random.aten_native_dropout_from_state_cuda_0" in backward
 
 
 class Words(nn.Module):
@@ -146,7 +147,7 @@ import planner, torch
 from tests.inductor.test_inductor_elsewhere import OPTIONS, Layer
 with torch.device("meta"):
     model, x = Layer().train(), torch.empty(16384, 256)
-plan = planner.plan(model, x, budget="1PiB", device="H100", **OPTIONS)
+plan = planner.plan(model, x, budget="64GiB", device="H100", **OPTIONS)
 print(plan.graphs[0].emitted)
 """
 
