@@ -244,11 +244,6 @@ class _ForInductor(Interpreter):
         super().__init__(module)
         self._elsewhere = elsewhere
 
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        value = super().get_attr(target, args, kwargs)
-        moved = self._elsewhere and isinstance(value, torch.Tensor) and value.dim()
-        return value.to(DEVICE) if moved else value
-
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if self._elsewhere:
             args, kwargs = map_aggregate((args, kwargs), _on_gpu)
