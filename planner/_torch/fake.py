@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner._torch.elsewhere import ModeElsewhere
 from planner._torch.tensors import dispatch_keys
 
 DataDependentError = DataDependentOutputException
@@ -24,9 +25,14 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def fake_mode_with_sizes() -> FakeTensorMode:
-    """The same, knowing of symbolic sizes, without which Inductor does not use its cache."""
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+def fake_mode_with_sizes(*, elsewhere: bool = False) -> FakeTensorMode:
+    """The same, knowing of symbolic sizes, without which Inductor does not use its cache.
+
+    Args:
+        elsewhere: Whether its tensors are on a GPU that is not here.
+    """
+    mode = ModeElsewhere if elsewhere else FakeTensorMode
+    return mode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
 class AnyNumber(TorchDispatchMode):
@@ -153,13 +159,16 @@ def same_shape(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
-def same_shape_in(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+def same_shape_in(
+    mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device | None = None
+) -> torch.Tensor:
     """A tensor without data like another, of a mode, with a storage of its own as large as the other's.
 
-    Of one on the meta device it is one on the CPU.
+    It is on the device of the other, unless one is given; for the meta device it is on the CPU.
     """
     size = storage_bytes(tensor) // max(tensor.element_size(), 1)
-    device = "cpu" if tensor.device.type == "meta" else tensor.device
+    device = device or tensor.device
+    device = torch.device("cpu") if device.type == "meta" else device
     with mode:
         if size == tensor.numel():
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

@@ -44,7 +44,8 @@ from planner.runtime.first_forward import Path
 from planner.runtime.forward_only import warns_if_differentiated
 from planner.runtime.own_errors import unplanned
 from planner.runtime.read_again import ReadAgain
-from planner.runtime.recorded import RecordedGraph, Recordings
+from planner.runtime.recorded import Recordings
+from planner.runtime.recorded_graph import RecordedGraph
 from planner.runtime.remap import (
     among_sizes,
     fits_whole,

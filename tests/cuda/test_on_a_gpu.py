@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -327,3 +328,16 @@ def test_what_a_plan_reserves_is_its_arena() -> None:
 
 def mean_square(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
+
+
+def test_inductor_emits_elsewhere_what_it_emits_here() -> None:
+    options: Any = {"budget": "min", "backend": "inductor", "unproven": True, "solver": "sqrt_n"}
+    options |= {"device": "cuda", "costs": "roofline"}
+    model, x = Layers().train(), torch.randn(4096, 128)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", planner.PlanWarning)
+        here, elsewhere = (
+            planner.plan(model.to(device), x.to(device), **options) for device in ("cuda", "meta")
+        )
+    assert here.graphs[0].emitted == elsewhere.graphs[0].emitted
+    assert here.predicted.dynamic_peak_bytes == elsewhere.predicted.dynamic_peak_bytes

@@ -277,14 +277,6 @@ def test_programs_without_vectors_are_warned_of(monkeypatch: pytest.MonkeyPatch)
         planner.plan(model, x, budget="min", backend="inductor", solver="sqrt_n")
 
 
-def test_a_device_that_is_not_here_is_refused() -> None:
-    model, x = built()
-    with pytest.raises(PlannerError, match="plans for the CPU or the GPU of this machine"):
-        planner.plan(
-            model, x, budget="min", backend="inductor", device="A100-80GB", solver="sqrt_n", unproven=True
-        )
-
-
 def test_a_recurrent_layer_is_refused_in_one_line() -> None:
     model = nn.LSTM(4, 4)
     with pytest.raises(CaptureError, match=r"^backend='inductor' cannot run aten.mkldnn_rnn_layer.*'eager'$"):

@@ -18,7 +18,7 @@ from planner._torch.cuda.recorder import recorder_for
 from planner.compiled.calls import Calls
 from planner.errors import FreedError, InputsChanged, PlanWarning
 from planner.report.text import as_text
-from planner.runtime import recorded
+from planner.runtime import recorded, recorded_graph
 from planner.user_plan import Plan
 
 Tensor = torch.Tensor
@@ -274,12 +274,12 @@ def test_parameters_that_are_replaced_at_every_step_are_given_up(net: Pair) -> N
 
     net.steps(2)
     with says("replaced 4 times"):
-        for _ in range(2 * recorded.MOST_RECORDINGS):
+        for _ in range(2 * recorded_graph.MOST_RECORDINGS):
             net.each(move)
             net.steps(2)
     made = len(net.runs())
     net.steps(3)
-    assert len(net.runs()) == made == recorded.MOST_RECORDINGS
+    assert len(net.runs()) == made == recorded_graph.MOST_RECORDINGS
 
 
 def test_a_parameter_that_is_frozen(net: Pair) -> None:
@@ -580,7 +580,7 @@ def test_a_function_that_cannot_be_recorded(function: Callable[[Tensor], list[An
     graph.output([graph.placeholder("x")]).meta["user_outputs"] = 1
     said: list[str] = []
     weight, call = nn.Parameter(torch.ones(1)), Calls(said.append)
-    rules = recorded.RecordedGraph(
+    rules = recorded_graph.RecordedGraph(
         weight.device, StandIn, lambda: [weight], call, said.append, copies_gradients=False
     )
     run = rules.forward(torch.fx.GraphModule({}, graph), lambda args: function(args[0]))
@@ -638,7 +638,7 @@ def test_what_a_recording_must_not_have(call: Callable[[Tensor], Any], why: str)
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
     proxy: Any = torch.fx.Proxy(x, tracer)
     graph.output(call(proxy).node)
-    found = recorded.why_unrecordable(torch.fx.GraphModule({}, graph), torch.device("cpu"))
+    found = recorded_graph.why_unrecordable(torch.fx.GraphModule({}, graph), torch.device("cpu"))
     assert found is not None
     assert why in found
 

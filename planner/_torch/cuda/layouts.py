@@ -27,19 +27,35 @@ def layouts_of_cuda(*, cudnn: bool) -> Iterator[None]:
         cudnn: Whether the device is one that cuDNN runs on.
     """
     functions: Any = _meta_registrations
+    hint = functions.device_hint
+    try:
+        functions.device_hint = _as_cuda(hint)
+        with (
+            convolutions_of_cuda(cudnn=cudnn),
+            cpu_stands_for_cuda(_CORRECTIONS, (cudnn, torch.backends.cudnn.enabled)),
+        ):
+            yield
+    finally:
+        functions.device_hint = hint
+
+
+@contextlib.contextmanager
+def convolutions_of_cuda(*, cudnn: bool) -> Iterator[None]:
+    """A context in which results of convolutions without data have the strides of a CUDA device's kernels.
+
+    Args:
+        cudnn: Whether the device is one that cuDNN runs on.
+    """
     backends: Any = torch._C
-    hint, convolved = functions.device_hint, backends._conv_determine_backend_memory_format
+    convolved = backends._conv_determine_backend_memory_format
 
     def of_convolution(image: torch.Tensor, weight: torch.Tensor, _backend: object) -> torch.memory_format:
         return _format_of_cudnn(image, weight) if cudnn else torch.contiguous_format
 
     try:
-        functions.device_hint = _as_cuda(hint)
         backends._conv_determine_backend_memory_format = of_convolution
-        with cpu_stands_for_cuda(_CORRECTIONS, (cudnn, torch.backends.cudnn.enabled)):
-            yield
+        yield
     finally:
-        functions.device_hint = hint
         backends._conv_determine_backend_memory_format = convolved
 
 

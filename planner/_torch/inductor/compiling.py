@@ -21,7 +21,7 @@ from torch._inductor import async_compile, config
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.virtualized import V
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -118,13 +118,14 @@ def retrace(
         tracing(TracingContext(mode)),
         # While Dynamo compiles, modules write their code late, and the key of Inductor's cache is another.
         _use_lazy_graph_module(False),
+        mode,  # what the function makes has no data either
     ):
         traced: GraphModule = make_fx(
             function, decomposition_table=decompositions(), _allow_non_fake_inputs=True
         )(*inputs)
     output = traced.graph.output_node()
-    visible = len(output.args[0]) if as_traced is None else as_traced  # type: ignore[arg-type]
-    output.meta["user_visible_output_idxs"] = list(range(visible))
+    visible = [isinstance(result, Node) for result in output.args[0]][:as_traced]  # type: ignore[union-attr]
+    output.meta["user_visible_output_idxs"] = [i for i, is_made in enumerate(visible) if is_made]
     output.meta["original_output_strides"] = [
         value.stride() if isinstance(value, torch.Tensor) else None
         for value in (getattr(node, "meta", {}).get("val") for node in output.args[0])  # type: ignore

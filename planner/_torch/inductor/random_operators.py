@@ -80,11 +80,12 @@ def from_state(operator: Any, run: Callable[..., Any], devices: str, device_inde
 
 
 @functools.cache
-def saved_state(read: Callable[..., torch.Tensor], devices: str, device_index: int | None) -> Any:
+def saved_state(read: Callable[..., torch.Tensor], size: int, devices: str, device_index: int | None) -> Any:
     """The operator that takes a token and returns the state of the generators, and a token.
 
     Args:
         read: Reads the state of the generators of ``devices`` and ``device_index``.
+        size: Its bytes.
         devices, device_index: Whose generators.
     """
 
@@ -92,7 +93,6 @@ def saved_state(read: Callable[..., torch.Tensor], devices: str, device_index: i
         return read(devices, device_index), token.new_empty(0)
 
     def without_data(token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        size = read(devices, device_index).numel()
         return token.new_empty(size, dtype=torch.uint8, device="cpu"), token.new_empty(0)
 
     name = f"state_{devices}_{device_index}".replace("+", "_")

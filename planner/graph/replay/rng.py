@@ -89,6 +89,11 @@ def generator_state_bytes(devices: str) -> int:
     return int(torch.default_generator.get_state().nbytes) if devices == "cpu" else 0
 
 
+def state_bytes(devices: str) -> int:
+    """Bytes of what :func:`generator_state` returns; CUDA's generators save a seed and an offset."""
+    return sum(16 if kind == "cuda" else generator_state_bytes("cpu") for kind in devices.split("+"))
+
+
 def generator_device(node: Node) -> tuple[str, int | None]:
     """The device whose generator a random operation draws from, and its index.
 
