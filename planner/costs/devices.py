@@ -231,7 +231,7 @@ def find_device(
         name: A name from the table (``"A100-80GB"``; case, spaces, ``-`` and ``_`` do not matter), ``"cpu"``,
             ``"cuda"`` or ``"cuda:1"`` for a GPU that is present, a :class:`torch.device`, a
             :class:`Device` of one's own, the path of a ``.json`` file that :func:`load_device` reads, or
-            ``None`` for the device the model is on.
+            ``None`` for the device the model is on. A name may have its memory behind it (``"H100-80GB"``).
         model_device: Where the model's parameters are; used when `name` is ``None``. A model on the
             meta device counts as on the CPU.
         calibrated: For a GPU that is present, take the figures that ``python -m planner calibrate`` measured,
@@ -259,7 +259,7 @@ def find_device(
         return _CPU
     if match := re.fullmatch(r"cuda(?::(\d+))?", wanted):
         return _present_gpu(int(match[1]) if match[1] else None, calibrated)
-    exact = [device for device in DEVICES.values() if _plain(device.name) == wanted]
+    exact = [d for d in DEVICES.values() if _plain(d.name) == wanted or _named_with_memory(d, name)]
     if exact:
         return exact[0]
     near = [device.name for device in DEVICES.values() if wanted and _plain(device.name).startswith(wanted)]
@@ -271,6 +271,14 @@ def find_device(
     raise DeviceError(
         f"unknown device {name!r}: {hint}known are {', '.join(DEVICES)} and 'cuda' for the GPU that is here"
     )
+
+
+def _named_with_memory(device: Device, name: str) -> bool:
+    """Whether a name is a device's with its gigabytes, of which sellers say up to a tenth more than there are."""
+    match = re.fullmatch(r"(.+)[-_ ]([1-9]\d*) ?gb", name.strip(), re.IGNORECASE)
+    if match is None or _plain(match[1]) != _plain(device.name):
+        return False
+    return 0.9 <= device.memory_bytes / GIB / int(match[2]) <= 1.0
 
 
 def same_processor(one: Device, other: Device) -> bool:

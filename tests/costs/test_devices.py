@@ -84,6 +84,13 @@ def test_names_may_be_written_loosely(written: str) -> None:
     assert find_device(written) is DEVICES["A100-80GB"]
 
 
+@pytest.mark.parametrize(
+    ("written", "name"), [("H100-80GB", "H100"), ("h200 141 GB", "H200"), ("L40S-48GB", "L40S")]
+)
+def test_a_name_may_have_its_memory_behind_it(written: str, name: str) -> None:
+    assert find_device(written) is DEVICES[name]
+
+
 def test_tf32_counts_only_where_it_is_allowed_and_exists() -> None:
     a100, v100 = find_device("A100-40GB"), find_device("V100-32GB")
     assert a100.flops_of(torch.float32) == 19.5e12
@@ -110,6 +117,7 @@ def test_a_device_of_ones_own() -> None:
     [
         ("A100", ["could be any of", "A100-40GB", "A100-80GB"]),
         ("V100-23GB", ["did you mean", "V100-32GB"]),
+        ("H100-94GB", ["unknown device", "H100"]),
         ("RTX4080", ["did you mean", "RTX4090"]),
         ("abacus", ["unknown device 'abacus'", "H200", "'cuda'"]),
         ("", ["unknown device ''"]),
