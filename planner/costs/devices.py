@@ -274,7 +274,7 @@ def find_device(
 
 
 def _named_with_memory(device: Device, name: str) -> bool:
-    """Whether a name is a device's with its gigabytes, of which sellers say up to a tenth more than there are."""
+    """Whether a name is a device's with its gigabytes. Sellers say up to a tenth more than there are."""
     match = re.fullmatch(r"(.+)[-_ ]([1-9]\d*) ?gb", name.strip(), re.IGNORECASE)
     if match is None or _plain(match[1]) != _plain(device.name):
         return False
