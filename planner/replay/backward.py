@@ -50,11 +50,12 @@ class Backward:
     def before(self, save: int) -> None:
         """Run again what the plan runs again before a save is handed out."""
         self.begun = True
-        if not self._in_order:
-            return
+        program = self._program
+        if not self._in_order or (save in program.over and save not in program.order):
+            return  # of the latter, when they are asked for is of no matter
         keep = graph_is_kept()
         if not keep:
-            place = self._program.order.get(save, -1)
+            place = program.order.get(save, -1)
             if place != self._asked and (self.followed or place < self._asked):
                 self._in_order = False  # it comes in another order: nothing more is let go of
                 if self.followed:
@@ -62,7 +63,7 @@ class Backward:
                 return
             for passed in self._steps.in_order[self._asked : place]:  # on another path they are not asked for
                 self._run_all(passed, keep)
-                self._let_go(self._program.free.get(passed, ()))
+                self._let_go(program.free.get(passed, ()))
             self._asked = place + 1
         self._run_all(save, keep)
 

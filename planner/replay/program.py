@@ -183,7 +183,7 @@ class _Maker:
         self._pack(program)
         self._run_again(program)
         program.over = frozenset(wiring.written_over)
-        known = {*dropped, *program.runs, *program.free, *program.over}
+        known = {*dropped, *program.runs, *program.free}
         seen = [a.save for a in self.asked if a.save in known]
         program.order = {save: place for place, save in enumerate(dict.fromkeys(seen))}
         _check(program)

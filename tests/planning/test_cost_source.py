@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import planner
-from planner.planning import cost_source, prepare
+from planner.planning import cost_source, one_backend
 from tests.small import small_gpt
 
 pytestmark = pytest.mark.timed
@@ -26,9 +26,11 @@ def test_a_plan_says_how_many_operations_were_not_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    original = prepare.find_costs
+    original = one_backend.find_costs
     monkeypatch.setattr(
-        prepare, "find_costs", lambda *args, **kwargs: original(*args, **kwargs | {"most_seconds": 0.0})
+        one_backend,
+        "find_costs",
+        lambda *args, **kwargs: original(*args, **kwargs | {"most_seconds": 0.0}),
     )
     assert any("were not timed" in note and "costs='measured'" in note for note in _plan().notes)
     assert not any("were not timed" in note for note in _plan(costs="measured").notes)
