@@ -95,13 +95,15 @@ def writes(tensor: torch.Tensor) -> int:
 
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without autograd history.
+    """The same memory without autograd history. A tensor without history is returned as it is."""
+    return tensor if tensor.grad_fn is None else alias_of(tensor)
 
-    The alias of a plain tensor shares its count of writes, whatever dispatch mode is on. A tensor without
-    history is returned as it is.
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor of the same memory, without history.
+
+    That of a plain tensor shares its count of writes, whatever dispatch mode is on.
     """
-    if tensor.grad_fn is None:
-        return tensor
     if type(tensor) is not torch.Tensor:
         return tensor.detach()
     with torch._C._DisableTorchDispatch():  # a mode would make an alias that counts by itself

@@ -16,7 +16,7 @@ import torch
 
 from planner._torch import operators
 from planner._torch.autograd import CountingMode, graph_is_kept
-from planner._torch.tensors import is_wrapper, without_history
+from planner._torch.tensors import alias_of, is_wrapper, without_history
 from planner.errors import InputsChanged
 from planner.replay.backward import Backward
 from planner.replay.besides import Besides
@@ -80,6 +80,8 @@ class FollowedStep:
         if planned and tensor.untyped_storage().nbytes() > planned:
             self.larger = tensor.untyped_storage().nbytes(), planned
         if slot < 0:
+            if save in self.steps.program.over:  # else nobody would see who holds this very one
+                tensor = alias_of(tensor)
             tensor = without_history(tensor)  # the node of a result would hold itself
             if save in self.steps.asks:
                 return _Kept(self, save, tensor)

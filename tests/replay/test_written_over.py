@@ -197,3 +197,37 @@ def test_what_something_holds_is_not_written_over() -> None:
         assert all(map(torch.equal, found, expected))
         assert torch.equal(model.held.pop(), eager.held.pop())
         planner.remove(model)
+
+
+class Frozen(nn.Module):
+    """Gates that nothing is trained of: tensors without history, which somebody may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.ModuleList(nn.Linear(64, 64).requires_grad_(False) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.held: list[Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for frozen, layer in zip(self.frozen, self.layers, strict=True):
+            gate = torch.tanh(frozen(x))
+            if self.held is not None:
+                self.held.append(gate)
+            total = total + layer(x) * gate
+        return F.log_softmax(total, -1).square().mean()
+
+
+@pytest.mark.parametrize("budget", ["95%", "75%"])
+def test_what_has_no_history_and_is_held_is_not_written_over(budget: str) -> None:
+    torch.manual_seed(0)
+    model, x = Frozen().train(), torch.randn(512, 64)
+    eager = copy.deepcopy(model)
+    plan = planner.plan(model, (x,), budget=budget, backend="replay", costs="roofline")
+    assert json.loads(plan.dumps())["replay"]["written_over"]
+    plan.apply(model)
+    model.held, eager.held = [], []
+    with pytest.warns(planner.PlanWarning, match="holds a result over which"):
+        found, expected = (_left(one, lambda one: one(x).backward()) for one in (model, eager))
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, model.held, eager.held))
