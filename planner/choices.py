@@ -1,5 +1,6 @@
 """Options that are one of a few words, for the functions, the command line and plan files."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 Attention = Literal["cudnn", "flash", "efficient", "math"]
@@ -27,3 +28,12 @@ do, in ``model(x).loss.backward()`` and in trainers, which pass on the loss alon
 
 SplitWhat = Literal["none", "loss", "auto"]
 """What may be computed in pieces."""
+
+
+CUDA_GRAPHS = "triton.cudagraphs"
+"""The option of Inductor that ``torch.compile(mode="reduce-overhead")`` sets. A plan records by itself."""
+
+
+def is_recorded(backend: str, backend_options: Mapping[str, object]) -> bool:
+    """Whether forward and backward run as recorded CUDA graphs."""
+    return backend == "cudagraphs" or (backend == "inductor" and bool(backend_options.get(CUDA_GRAPHS)))

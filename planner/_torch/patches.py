@@ -1,7 +1,7 @@
 """Every patch of PyTorch, and the only code that makes one.
 
 A patch is a row of :data:`PATCHES`. The functions below refuse to replace what has no row, and
-``tests/_torch/test_patches.py`` finds assignments to PyTorch's objects that go around them.
+``tests/house/test_patches_of_pytorch.py`` finds assignments to PyTorch's objects that go around them.
 """
 
 import contextlib
@@ -97,6 +97,24 @@ PATCHES = (
         "shape functions whose strides, or whose number of results, are not the kernel's",
         "test_layouts",
         for_good=True,
+    ),
+    Patch(
+        "torch._meta_registrations.device_hint",
+        "shape functions whose strides are the CPU's where a GPU is planned for",
+        "test_gpu_elsewhere",
+    ),
+    Patch(
+        "torch._C._conv_determine_backend_memory_format",
+        "convolutions whose results lie as the CPU's do where a GPU is planned for",
+        "test_gpu_elsewhere",
+    ),
+    *(
+        Patch(
+            f"torch.amp.autocast_mode.autocast.{name}",
+            "regions of autocast for CUDA would be off, and those for the CPU on, where a GPU is planned for",
+            "test_cuda_autocast",
+        )
+        for name in ("__init__", "__enter__", "__exit__")
     ),
     Patch("decompositions", "decompositions whose results lie otherwise than the kernel's", "test_layouts"),
     Patch(

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from planner._torch.inductor.harmless_options import decides_code_alone
+from planner.choices import CUDA_GRAPHS, is_recorded
 from planner.costs.devices import Device
 from planner.errors import BudgetError, CompilerError, PlanMismatch, warn
 from planner.parallel.strategies import FSDP2, read_parallel
@@ -45,7 +46,7 @@ def check_unproven(options: PlanOptions, device: Device) -> None:
         OptionError: It is not.
     """
     on_gpu = options.backend == "inductor" and device.kind == "cuda"
-    if not options.unproven and (on_gpu or options.backend == "cudagraphs"):
+    if not options.unproven and (on_gpu or is_recorded(options.backend, options.backend_options)):
         raise OptionError(
             f"backend={options.backend!r} has not been run on a GPU yet: expected unproven=True for "
             f"{device.name}; pass it and let planner.verify() compare, or plan with backend='eager'"
@@ -66,7 +67,6 @@ def check_backend(options: PlanOptions) -> None:
 
     Raises:
         OptionError: An option is unknown to Inductor, given for eager, or not possible with Inductor.
-        CompilerError: There is no C++ compiler.
     """
     if options.in_flight is not None and options.parallel is not None:
         raise OptionError("in_flight=: expected none with parallel=; a stage of a pipeline is one process's")
@@ -121,15 +121,32 @@ def check_backend(options: PlanOptions) -> None:
         )
     if options.parallel is not None:
         raise OptionError("parallel=: expected none with backend='inductor': it is for a single process")
+    if options.regions is not None and is_recorded(options.backend, options.backend_options):
+        raise OptionError(
+            f"regions=: expected none with {CUDA_GRAPHS!r} in backend_options=, which records a whole step; "
+            "leave one of both out"
+        )
     from planner._torch.inductor import compiling  # Inductor is not imported without need
 
     wrong = compiling.unusable_options(options.backend_options)
     if wrong is not None:
         raise OptionError(f"backend_options={dict(options.backend_options)!r}: {wrong}")
+
+
+def check_compiler(options: PlanOptions, device: Device) -> None:
+    """See that what Inductor emits for a device that is here can be compiled.
+
+    Raises:
+        CompilerError: There is no C++ compiler.
+    """
+    if options.backend != "inductor":
+        return
+    from planner._torch.inductor import compiling  # Inductor is not imported without need
+
     missing = compiling.missing_compiler()
     if missing is not None:
         raise CompilerError(f"{compiling.NO_COMPILER} ({missing})")
-    unused = compiling.unused_vectors()
+    unused = compiling.unused_vectors() if device.kind == "cpu" else None
     if unused is not None:
         warn(
             f"Inductor finds no vector instructions that work, though this CPU has {unused}: its programs "

@@ -10,6 +10,7 @@ from planner._torch import pytree
 from planner._torch.distributed import tensor_parallel_ranks
 from planner._torch.inductor.fusion_names import Fusion
 from planner.capture.captured_step import CapturedStep
+from planner.choices import is_recorded
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.module_parts import parameters_of
 from planner.parallel.recorded import parallel_record
@@ -150,7 +151,8 @@ def make_plan(
     graphs = graph_records(captured, problem, solution)
     fusion: Fusion = "in-order" if emitted is None else emitted[0].fusion
     if prepared.options.unproven and (
-        prepared.options.backend == "cudagraphs" or (emitted is not None and prepared.device.kind == "cuda")
+        is_recorded(prepared.options.backend, prepared.options.backend_options)
+        or (emitted is not None and prepared.device.kind == "cuda")
     ):
         notes.append(UNPROVEN)
     if emitted is not None:

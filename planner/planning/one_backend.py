@@ -22,6 +22,7 @@ from planner.capture.decided_by_data import (
     has_sparse,
 )
 from planner.capture.writes_through_views import slower_by_writes
+from planner.choices import is_recorded
 from planner.costs.cuda_scratch import cuda_scratch
 from planner.costs.devices import Device, find_device, round_bytes, same_processor
 from planner.costs.kernel_timer import MeasuredCosts
@@ -38,7 +39,7 @@ from planner.parallel.rank import Rank, gradients_there
 from planner.parallel.strategies import FSDP2, read_parallel, refuse_for_tensor_parallel
 from planner.planfile.fingerprint import state_digest
 from planner.planfile.schema import BY_OPERATORS
-from planner.planning.backends import check_offload, check_unproven
+from planner.planning.backends import check_compiler, check_offload, check_unproven
 from planner.planning.cost_source import check_costs, find_costs
 from planner.planning.options import PlanOptions
 from planner.planning.prepared import Prepared
@@ -192,6 +193,8 @@ def _where(model: torch.nn.Module, step: Step, options: PlanOptions) -> _Where:
     check_costs(options.costs, here, target, at_hand=at_hand)
     check_offload(options, target)
     check_unproven(options, target)
+    if target.kind == here.type:
+        check_compiler(options, target)
     if target.kind == "cuda" and here.type != "cuda":
         kernels = CudaKernels(target.capability or NEWEST, options.attention, target.cudnn)
         return _Where(here, target, at_hand, kernels)
@@ -320,7 +323,7 @@ def _footprint(
     reduced = 0 if rank is None else rank.reduced_bytes(model, added_to)
     target = where.target
     resident, recorded = there.resident(update, target), None
-    if options.backend == "cudagraphs":
+    if is_recorded(options.backend, options.backend_options):
         recorded = recorded_bytes(captured, problem, resident, target, dropped=step.outputs == "dropped")
     return StepMemoryModel(target, resident, update, there.tensors(target), reduced, recorded)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from planner.choices import is_recorded
 from planner.errors import InfeasibleBudget, PlannerError, warn
 from planner.heap import older_objects_set_aside
 from planner.module_parts import named_parts
@@ -322,6 +323,7 @@ def _planned_for_inductor(
 
 def _constraints(prepared: Prepared, problem: Problem) -> Constraints:
     options = prepared.options
+    recorded = is_recorded(options.backend, options.backend_options)
     return select(
         problem.graph,
         keep=options.keep,
@@ -329,7 +331,7 @@ def _constraints(prepared: Prepared, problem: Problem) -> Constraints:
         checkpoints=options.checkpoints,
         modules=named_parts(prepared.model),
         # A recording cannot go back to the state of the generator that a draw saw.
-        also_kept=problem.drawn(prepared.captured) if options.backend == "cudagraphs" else (),
+        also_kept=problem.drawn(prepared.captured) if recorded else (),
     )
 
 

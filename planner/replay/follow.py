@@ -16,6 +16,7 @@ import torch
 
 from planner._torch import operators
 from planner._torch.autograd import CountingMode, graph_is_kept
+from planner._torch.execution.bernoulli_draws import FASTER
 from planner._torch.tensors import alias_of, is_wrapper, without_history
 from planner.errors import InputsChanged
 from planner.replay.backward import Backward
@@ -262,7 +263,8 @@ class Following(CountingMode):
         call = step.calls[step.position - 1]
         if call is not None:
             return step.slots.run(step.position - 1, call, func, args, kwargs)
-        return func(*args, **kwargs) if kwargs else func(*args)
+        called = FASTER.get(func, func)
+        return called(*args, **kwargs) if kwargs else called(*args)
 
 
 def followed(

@@ -12,6 +12,7 @@ import torch
 
 from planner._torch import operators
 from planner._torch.execution import noise_operators
+from planner._torch.execution.bernoulli_draws import FASTER
 from planner._torch.execution.settings import settings
 from planner._torch.tensors import fills_storage
 from planner.errors import FreedError
@@ -70,7 +71,8 @@ class Slots:
             named = {k: self._noted(v, operands, own) for k, v in kwargs.items()} if kwargs else kwargs
             if not writes or self._holds_all_written(call, func, args, kwargs):
                 recipe = Recipe(func, noted, named, state, settings())
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        called = FASTER.get(func, func)
+        out = called(*args, **kwargs) if kwargs else called(*args)
         if recipe is not None:
             self.recipes[position] = recipe
         if call.results and not writes:

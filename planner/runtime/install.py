@@ -21,6 +21,7 @@ from planner._torch.tracing.definitions import Definitions
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.module_calls import run_forward
 from planner.capture.uncaptured import AROUND
+from planner.choices import is_recorded
 from planner.compiled.calls import Calls
 from planner.environment import plans_are_off
 from planner.errors import PlanFileError, PlanMismatch, PlannerError, printable, warn
@@ -218,7 +219,7 @@ class PlannedCall(PlanCall):
         host = None if plan.target.offload == "none" else HostPlace(self.offload_folder)
         forward = id(_own_forward(model))
         found = weakref.ref(model)
-        recorded = plan.target.backend == "cudagraphs"
+        recorded = is_recorded(plan.target.backend, plan.target.backend_options)
         self._recordings = Recordings(plan, found, self._calls, warn) if recorded else None
         compile_ = partial(_compiled, found, forward, self._calls, self._regions, host, self._recordings)
         self._shapes = NewShapes(model, plan, self.on_new_shape, compile_, self.loss)

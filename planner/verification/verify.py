@@ -13,7 +13,7 @@ from planner._torch import modules
 from planner._torch.autocast_state import what_is_noted_stays
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner.blocks.running import blocks_run_as_written
-from planner.choices import Outputs
+from planner.choices import CUDA_GRAPHS, Outputs
 from planner.errors import PlanMismatch
 from planner.interrupts import at_stages, held_interrupts
 from planner.planfile.plan import PlanRecord
@@ -196,7 +196,8 @@ def _compare(
     if not plan.is_exact:
         steps.tell("running the step in double precision")
         modules.install_call(model, None)
-        options = plan.target.backend_options if plan.target.backend == "inductor" else None
+        given = plan.target.backend_options.items() if plan.target.backend == "inductor" else None
+        options = None if given is None else {name: value for name, value in given if name != CUDA_GRAPHS}
         yardstick = Yardstick(model, step, options, steps.restore, reference)
     steps.outcome(planned=True)  # the first planned step captures, and is not compared
     planned = steps.outcome(planned=True)

@@ -1,5 +1,10 @@
 """Dropout in two steps gives eager's bits; masks come back from their bits as they were."""
 
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -89,6 +94,55 @@ def test_draws_that_are_not_bernoullis_are_noticed(monkeypatch: pytest.MonkeyPat
     torch.manual_seed(7)
     assert torch.equal(mask, value.bernoulli_(0.9).bool())
     bernoulli_draws.are_bernoullis.cache_clear()
+
+
+class _Faster(torch.utils._python_dispatch.TorchDispatchMode):
+    """Calls what a followed forward calls."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return bernoulli_draws.FASTER.get(func, func)(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [1 << 16, 1 << 17, (1 << 17) + 1, 200_003, (1 << 20) + 5])
+@pytest.mark.parametrize("keep", [0.0, 0.1, 0.9, 1 - 1e-9, 1.0])
+def test_noise_is_drawn_as_eager_draws_it(dtype: torch.dtype, count: int, keep: float) -> None:
+    made = []
+    for mode in (contextlib.nullcontext(), _Faster()):
+        torch.manual_seed(7)
+        torch.rand(3)
+        noise = torch.full((count,), math.nan, dtype=dtype)
+        with mode:
+            noise.bernoulli_(keep)
+        made.append((noise, noise._version, torch.get_rng_state()))
+    (noise, version, state), (ours, our_version, our_state) = made
+    assert torch.equal(ours, noise)
+    assert our_version == version
+    assert torch.equal(our_state, state)
+
+
+def test_drawing_noise_allocates_nothing() -> None:
+    noise = torch.empty(1 << 18)
+    with _Faster():
+        noise.bernoulli_(0.9)  # whatever is made once is there
+        assert measure_peak(lambda: noise.bernoulli_(0.9), "cpu").peak_bytes == 0
+
+
+def test_noise_of_another_kind_is_drawn_by_pytorch() -> None:
+    def draws() -> Iterator[torch.Tensor]:
+        torch.manual_seed(7)
+        yield torch.empty(512, 1024).t().bernoulli_(0.9)
+        yield torch.empty(1 << 18).bernoulli_(0.9, generator=torch.Generator().manual_seed(3))
+        yield torch.empty((1 << 18) + 1)[1:].bernoulli_(0.9)
+        yield torch.empty(1 << 18, dtype=torch.bool).bernoulli_(0.9)
+        yield torch.empty(1 << 18, dtype=torch.int32).bernoulli_(0.9)
+
+    expected = list(draws())
+    with _Faster():
+        for ours, theirs in zip(draws(), expected, strict=True):
+            assert torch.equal(ours, theirs)
+        with pytest.raises(RuntimeError, match="p to be in"):
+            torch.empty(1 << 18).bernoulli_(1.5)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (8,), (3, 5, 7), ((1 << 18) + 3,), (2, 1 << 18)])

@@ -71,14 +71,22 @@ def _around_the_table(path: Path) -> list[str]:
             names = [alias for alias in node.names if alias.name.partition(".")[0] == "torch"]
             torchs |= {alias.asname or "torch" for alias in names}
 
+    def is_rooted(expression: ast.expr | None, among: set[str]) -> bool:
+        while isinstance(expression, ast.Attribute | ast.Subscript):
+            expression = expression.value
+        return isinstance(expression, ast.Name) and expression.id in among
+
+    tables = set(torchs)
+    for node in ast.walk(tree):  # other names for the same; what they hold entries of has a row, or is public
+        if isinstance(node, ast.Assign | ast.AnnAssign) and is_rooted(node.value, torchs):
+            names = node.targets if isinstance(node, ast.Assign) else [node.target]
+            torchs |= {name.id for name in names if isinstance(name, ast.Name)}
+
     def is_torchs(target: ast.expr) -> bool:
-        if not isinstance(target, ast.Attribute | ast.Subscript):
-            return False
-        root: ast.expr = target
-        while isinstance(root, ast.Attribute | ast.Subscript):
-            root = root.value
-        named = isinstance(root, ast.Name) and root.id in torchs
-        return named and not ast.unparse(target).startswith(SETTINGS)
+        if isinstance(target, ast.Subscript):
+            return is_rooted(target, tables)
+        is_part = isinstance(target, ast.Attribute) and is_rooted(target, torchs)
+        return is_part and not ast.unparse(target).startswith(SETTINGS)
 
     found = []
     for node in ast.walk(tree):

@@ -3,6 +3,7 @@ module's whatever happens between steps, and what is not recorded says so."""
 
 import copy
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,8 +16,10 @@ from torch import nn
 import planner
 from benchmarks.frontiers.stand_in_recorder import StandIn, stand_in
 from planner._torch.cuda.recorder import recorder_for
+from planner.choices import CUDA_GRAPHS
 from planner.compiled.calls import Calls
 from planner.errors import FreedError, InputsChanged, PlanWarning
+from planner.planning.options import OptionError
 from planner.report.text import as_text
 from planner.runtime import recorded, recorded_graph
 from planner.user_plan import Plan
@@ -88,6 +91,10 @@ def _state(model: nn.Module) -> list[Tensor | None]:
     return [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
 
 
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other is None or (one is not None and other is not None and torch.equal(one, other))
+
+
 def scalar(output: Any) -> Tensor:
     """A loss of all that a module returns."""
     return output if isinstance(output, Tensor) else sum(o.square().mean() for o in output)
@@ -136,6 +143,39 @@ def says(text: str) -> Any:
 
 
 # ---- what runs as recorded ----
+
+
+@pytest.mark.heavy
+def test_programs_of_inductor_run_as_recorded(recorders: list[StandIn]) -> None:
+    """``torch.compile(mode="reduce-overhead")`` sets the same option."""
+    assert torch._inductor.list_mode_options("reduce-overhead") == {CUDA_GRAPHS: True}
+    x = torch.randn(6, 4)
+    models = [Net()]
+    models.append(copy.deepcopy(models[0]))
+    options: dict[str, Any] = {"budget": "min", "solver": "sqrt_n", "costs": "roofline", "unproven": True}
+    for model, recording in zip(models, (True, False), strict=True):
+        given = {CUDA_GRAPHS: True} if recording else {}
+        plan = planner.plan(model, (x,), backend="inductor", backend_options=given, **options)
+        again = planner.Plan.loads(plan.dumps())  # the option is harmless in a file
+        again.apply(model)
+        assert bool(again.whole_step.recorded_bytes) is recording
+        assert any("nobody has run such plans on a GPU" in note for note in again.notes) is recording
+    for _ in range(4):
+        x, state = torch.randn(6, 4), torch.get_rng_state()
+        found, after = train(models[0], x), torch.get_rng_state()
+        torch.set_rng_state(state)
+        assert torch.equal(found, train(models[1], x))
+        assert torch.equal(after, torch.get_rng_state())
+        assert all(itertools.starmap(_are_equal, zip(*map(_state, models), strict=True)))
+    assert [made.runs for made in recorders if made.runs] == [[3, 3]]
+
+
+def test_recording_compiled_programs_is_asked_for_on_purpose() -> None:
+    options: dict[str, Any] = {"backend": "inductor", "backend_options": {CUDA_GRAPHS: True}}
+    with pytest.raises(OptionError, match="has not been run on a GPU yet"):
+        planner.plan(Net(), (torch.randn(6, 4),), budget="min", **options)
+    with pytest.raises(OptionError, match="regions=: expected none with"):
+        planner.plan(Net(), (torch.randn(6, 4),), budget="min", regions="auto", unproven=True, **options)
 
 
 def test_the_first_step_runs_as_it_is_and_later_ones_as_recorded(net: Pair) -> None:

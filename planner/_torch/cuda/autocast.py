@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from planner._torch.autocast_state import autocast_state, set_autocast_state, under_autocast
 from planner._torch.compat import version
-from planner._torch.patches import kernels_replaced
+from planner._torch.patches import kernels_replaced, replaced
 from planner.errors import CaptureError, PlanWarning
 
 aten = torch.ops.aten
@@ -179,14 +179,12 @@ def _regions_are_cudas(owner: int) -> Iterator[None]:
             set_autocast_state(self.__dict__.pop("_planned_before"))
         return result
 
+    # Dynamo captures regions by itself, and is not to look into these where it gave a region up.
+    methods = {"__init__": made, "__enter__": entered, "__exit__": left}
     try:
-        # Dynamo captures regions by itself, and is not to look into these where it gave a region up.
-        region.__init__, region.__enter__, region.__exit__ = map(
-            torch.compiler.disable, (made, entered, left)
-        )
-        yield
+        with replaced(region, {name: torch.compiler.disable(method) for name, method in methods.items()}):
+            yield
     finally:
-        region.__init__, region.__enter__, region.__exit__ = make, enter, leave
         for made_before in switched_on:
             made_before._enabled = False
 

@@ -12,6 +12,7 @@ from torch import _meta_registrations
 from torch._prims_common import suggest_memory_format
 
 from planner._torch.layouts.shape_functions import Correction, cpu_stands_for_cuda
+from planner._torch.patches import replaced
 
 aten = torch.ops.aten
 
@@ -26,17 +27,13 @@ def layouts_of_cuda(*, cudnn: bool) -> Iterator[None]:
     Args:
         cudnn: Whether the device is one that cuDNN runs on.
     """
-    functions: Any = _meta_registrations
-    hint = functions.device_hint
-    try:
-        functions.device_hint = _as_cuda(hint)
-        with (
-            convolutions_of_cuda(cudnn=cudnn),
-            cpu_stands_for_cuda(_CORRECTIONS, (cudnn, torch.backends.cudnn.enabled)),
-        ):
-            yield
-    finally:
-        functions.device_hint = hint
+    hint: Any = _meta_registrations.device_hint
+    with (
+        replaced(_meta_registrations, {"device_hint": _as_cuda(hint)}),
+        convolutions_of_cuda(cudnn=cudnn),
+        cpu_stands_for_cuda(_CORRECTIONS, (cudnn, torch.backends.cudnn.enabled)),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -46,17 +43,12 @@ def convolutions_of_cuda(*, cudnn: bool) -> Iterator[None]:
     Args:
         cudnn: Whether the device is one that cuDNN runs on.
     """
-    backends: Any = torch._C
-    convolved = backends._conv_determine_backend_memory_format
 
     def of_convolution(image: torch.Tensor, weight: torch.Tensor, _backend: object) -> torch.memory_format:
         return _format_of_cudnn(image, weight) if cudnn else torch.contiguous_format
 
-    try:
-        backends._conv_determine_backend_memory_format = of_convolution
+    with replaced(torch._C, {"_conv_determine_backend_memory_format": of_convolution}):
         yield
-    finally:
-        backends._conv_determine_backend_memory_format = convolved
 
 
 def _as_cuda(hint: Callable[[Any], str]) -> Callable[[Any], str]:

@@ -8,7 +8,9 @@ it does not, ``bernoulli_`` is called.
 
 import functools
 import math
+from typing import Any
 
+import numpy as np
 import torch
 
 from planner._torch import fake
@@ -19,6 +21,7 @@ _CHUNKS = 1 << 14, 1 << 16
 """Elements that are drawn at once, at least and at most: their numbers stay in a core's cache."""
 _WORTH_IT = 8 * _CHUNKS[0]
 """Elements from which on it saves time. The scratch takes no more bytes than the mask."""
+_BERNOULLI = torch.ops.aten.bernoulli_.float
 
 
 def draw(mask: torch.Tensor, probability: float) -> torch.Tensor:
@@ -35,14 +38,69 @@ def draw(mask: torch.Tensor, probability: float) -> torch.Tensor:
     return mask
 
 
+def bernoulli_(noise: torch.Tensor, probability: float = 0.5, **generator: Any) -> torch.Tensor:
+    """What ``noise.bernoulli_(probability)`` does, of floats; below autograd, as a dispatch mode calls it.
+
+    It allocates nothing: what is drawn lies in the part of the noise that is not written yet.
+
+    Args:
+        noise: Of any shape, type and device.
+        probability: That an element is one and not zero, from 0 to 1.
+        generator: To draw from, by this name; the default one where it is left out.
+    """
+    plain = generator or not _is_large(noise) or not 0 <= probability <= 1
+    if plain or torch._C._len_torch_dispatch_stack() or not are_bernoullis():
+        drawn: torch.Tensor = _BERNOULLI(noise, probability, **generator)
+        return drawn
+    flat, count, size = noise.view(-1), noise.numel(), noise.element_size()
+    done, chunk = 0, _CHUNKS[1]
+    while chunk >= _CHUNKS[0] // 2:
+        # Each takes eight bytes as a number and one as a boolean, the numbers first, at whole words.
+        begin = (count - 9 * chunk // size) // 8 * 8
+        if begin < done + chunk:
+            chunk //= 2
+            continue
+        scratch = flat[begin:].view(torch.uint8)
+        booleans = scratch[8 * chunk : 9 * chunk]
+        _draw_chunk(scratch[: 8 * chunk].view(torch.int64), probability, None, booleans.view(torch.bool))
+        flat[done : done + chunk].copy_(booleans)
+        done += chunk
+    _BERNOULLI(flat[done:], probability)
+    return noise
+
+
+def _is_large(noise: torch.Tensor) -> bool:
+    return (
+        noise.numel() >= _WORTH_IT
+        and type(noise) is torch.Tensor
+        and noise.is_cpu
+        and noise.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        and noise.is_contiguous()
+        and noise.storage_offset() % 8 == 0
+    )
+
+
 def _draw(flat: torch.Tensor, probability: float, generator: torch.Generator | None) -> None:
-    below = math.ceil(probability * (1 << _BITS))  # exact: a double times a power of two
     least, most = _CHUNKS
     chunk = max(least, min(most, len(flat) // 8))
     scratch = torch.empty(min(len(flat), chunk), dtype=torch.int64, device=flat.device)
     for part in flat.split(chunk):
-        drawn = scratch[: len(part)].random_(generator=generator).bitwise_and_((1 << _BITS) - 1)
-        torch.lt(drawn, below, out=part)
+        _draw_chunk(scratch[: len(part)], probability, generator, part)
+
+
+def _draw_chunk(
+    numbers: torch.Tensor, probability: float, generator: torch.Generator | None, out: torch.Tensor
+) -> None:
+    below = math.ceil(probability * (1 << _BITS))  # exact: a double times a power of two
+    numbers.random_(generator=generator).bitwise_and_(_number((1 << _BITS) - 1))
+    torch.lt(numbers, _number(below), out=out)
+
+
+@functools.lru_cache(maxsize=1024)
+def _number(value: int) -> torch.Tensor:
+    """A number in NumPy's memory: PyTorch would make a tensor of it with each call."""
+    with fake.without_modes():
+        return torch.from_numpy(np.array(value))
 
 
 @functools.cache
@@ -54,6 +112,13 @@ def are_bernoullis() -> bool:
             masks = torch.empty(2, _CHUNKS[0] + 7, dtype=torch.bool, device="cpu")
             _draw(masks[0], probability, ours)
             masks[1].bernoulli_(probability, generator=theirs)
-            if not torch.equal(*masks) or not torch.equal(ours.get_state(), theirs.get_state()):
+            floats = torch.empty(masks.shape[1], device="cpu")
+            floats.bernoulli_(probability, generator=torch.Generator("cpu").manual_seed(seed))
+            same = torch.equal(*masks) and torch.equal(masks[0], floats.bool())
+            if not same or not torch.equal(ours.get_state(), theirs.get_state()):
                 return False
     return True
+
+
+FASTER: dict[Any, Any] = {_BERNOULLI: bernoulli_}
+"""What a dispatch mode calls in the place of an operator: the same bits and states, and nothing allocated."""

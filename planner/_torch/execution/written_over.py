@@ -12,22 +12,26 @@ from typing import Any
 import torch
 
 from planner._torch import fake, operators, pytree
-from planner._torch.tensors import fills_storage
 
 aten = torch.ops.aten
 
 _OVER = {
-    aten._log_softmax_backward_data.default: aten._log_softmax_backward_data.out,
-    aten._softmax_backward_data.default: aten._softmax_backward_data.out,
-    aten.gelu_backward.default: aten.gelu_backward.grad_input,
-    aten.silu_backward.default: aten.silu_backward.grad_input,
-    aten.tanh_backward.default: aten.tanh_backward.grad_input,
-    aten.sigmoid_backward.default: aten.sigmoid_backward.grad_input,
-    aten.threshold_backward.default: aten.threshold_backward.grad_input,
-    aten.mul.Tensor: aten.mul.out,
+    operator: (writing, operators.last_argument(writing))
+    for operator, writing in (
+        (aten._log_softmax_backward_data.default, aten._log_softmax_backward_data.out),
+        (aten._softmax_backward_data.default, aten._softmax_backward_data.out),
+        (aten.gelu_backward.default, aten.gelu_backward.grad_input),
+        (aten.silu_backward.default, aten.silu_backward.grad_input),
+        (aten.tanh_backward.default, aten.tanh_backward.grad_input),
+        (aten.sigmoid_backward.default, aten.sigmoid_backward.grad_input),
+        (aten.threshold_backward.default, aten.threshold_backward.grad_input),
+        (aten.mul.Tensor, aten.mul.out),
+    )
 }
-"""Operators on a gradient and what was saved that may write over the latter, and by which operator they do.
-They compute each element of the same element of both; of a softmax the CPU's kernels add up a row before."""
+"""Operators on a gradient and what was saved that may write over the latter; and the operators by which they
+do, with the argument that is written. They compute each element of the same element of both; of a softmax the
+CPU's kernels add up a row before."""
+_VMAP = torch._C._dispatch_key_parse("VmapMode")
 
 
 def is_held_alone(tensor: torch.Tensor, beside: int = 0) -> bool:
@@ -52,26 +56,27 @@ def operators_run_once() -> bool:
     return not (
         torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._dispatch_tls_is_dispatch_key_included(torch._C._dispatch_key_parse("VmapMode"))
+        or torch._C._dispatch_tls_is_dispatch_key_included(_VMAP)
     )
 
 
 def can_write_over(operator: Any, args: Sequence[Any]) -> bool:
     """Whether an operator can write its result over its second argument: that is of the result's form, and
     fills its memory."""
-    if operator not in _OVER or not all(isinstance(one, torch.Tensor) for one in args[:2]):
+    if operator not in _OVER or not (isinstance(args[0], torch.Tensor) and isinstance(args[1], torch.Tensor)):
         return False
     gradient, saved = args[:2]
+    dtype = saved.dtype
     return (
-        saved.device.type == "cpu"
-        and saved.dtype.is_floating_point
-        and all(one is saved.dtype for one in (gradient.dtype, *args[3:]))
+        saved.is_cpu
+        and dtype.is_floating_point
+        and gradient.dtype is dtype
+        and all(one is dtype for one in args[3:])
         and saved.shape == gradient.shape
         and saved.layout is gradient.layout is torch.strided
         and saved.is_contiguous()
         and gradient.is_contiguous()
-        and saved.numel() > 0
-        and fills_storage(saved)
+        and 0 < saved.numel() * dtype.itemsize == saved.untyped_storage().nbytes()
     )
 
 
@@ -106,6 +111,7 @@ class WrittenOver(torch.Tensor):
             plain = (args[0], saved, *args[2:])
             if can_write_over(func, plain) and args[1].may_write():
                 result = saved.new_empty(0).set_(saved.untyped_storage(), 0, saved.shape)  # of new strides
-                return over(*plain, **(kwargs or {}), **{operators.last_argument(over): result})
+                writing, written = over
+                return writing(*plain, **(kwargs or {}), **{written: result})
         plain, named = pytree.tree_map(lambda a: a.saved if type(a) is cls else a, (args, kwargs or {}))
         return func(*plain, **named)

@@ -32,6 +32,7 @@ from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.inductor.kernels import kernels_compiled_together
 from planner._torch.inductor.remembered import work_remembered
 from planner._torch.patches import replaced
+from planner.choices import CUDA_GRAPHS
 from planner.errors import CompilerError
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
@@ -44,7 +45,7 @@ _OURS: dict[str, Any] = {
     "graph_partition": False,
     "memory_planning": False,
     "reorder_for_peak_memory": False,
-    "triton.cudagraphs": False,
+    CUDA_GRAPHS: False,
 }
 """Settings that decide what is emitted, or how; what a plan predicts was made with these.
 
@@ -67,7 +68,7 @@ def unusable_options(options: Mapping[Any, Any]) -> str | None:
     for name, value in options.items():
         if not isinstance(name, str) or name.replace("-", "_") not in known:
             return f"Inductor has no option {name!r}; torch._inductor.list_options() has them"
-        if name in _OURS or name == "inductor_choices_class":
+        if (name in _OURS and name != CUDA_GRAPHS) or name == "inductor_choices_class":
             return f"option {name!r} is set by the plan"
         if not isinstance(value, bool | int | float | str):
             return f"option {name!r} is a {type(value).__name__}; a plan keeps numbers, texts, True and False"
@@ -289,7 +290,9 @@ def _settings(options: Mapping[str, Any], fusion: Fusion) -> Iterator[None]:
         torch.no_grad(),
         _without_autocast(),
         # A part of the cache's key.
-        config.patch({**_OURS, **UNLESS_GIVEN, "inductor_choices_class": choices, **options}),
+        config.patch(
+            {**_OURS, **UNLESS_GIVEN, "inductor_choices_class": choices, **options, CUDA_GRAPHS: False}
+        ),
         V.set_choices_handler(choices()),  # made already in this thread, perhaps, whatever the setting says
         kernels_of_plans(),
         work_remembered(),
