@@ -20,7 +20,7 @@ from benchmarks.frontiers.gpu_ways import arithmetic, checkpointed, compiled
 from benchmarks.frontiers.stand_in_recorder import stand_in
 from planner.allocator.recorded import RecordedRun, SnapshotError, recorded_run, replay
 from planner.allocator.settings import AllocatorSettings
-from planner.choices import CostSource
+from planner.choices import CUDA_GRAPHS, CostSource, is_recorded
 from planner.planfile.schema import BackendName, WholeStep
 from planner.planning.options import PlanKeywords
 from planner.training_step.step import find_loss
@@ -234,7 +234,7 @@ class _CaseRun:
         whole = plan.whole_step
         assert whole is not None
         step = self._step(self.model, dropped=plan.model.outputs == "dropped")
-        with stand_in() if backend == "cudagraphs" and self._on_cpu else contextlib.nullcontext():
+        with stand_in() if _is_recorded(plan) and self._on_cpu else contextlib.nullcontext():
             return self._of_plan(way, plan, whole, step)
 
     def _of_plan(self, way: str, plan: planner.Plan, whole: WholeStep, step: Callable[[], Any]) -> Row:
@@ -249,7 +249,7 @@ class _CaseRun:
             return replace(predicted, problem=shortened(error))
         finally:
             planner.remove(self.model)
-        recorded_too = plan.target.backend == "cudagraphs"
+        recorded_too = _is_recorded(plan)
         row = replace(
             measured,
             # Recorded steps allocate nothing: it is their pool that is reserved.
@@ -355,9 +355,14 @@ _PLANNED: dict[str, dict[str, Any]] = {
     "plan": {"backend": "eager"},
     "inductor": {"backend": "inductor"},
     "recorded": {"backend": "cudagraphs"},
+    "inductor-recorded": {"backend": "inductor", "backend_options": {CUDA_GRAPHS: True}},
     "split": {"backend": "auto", "split": "loss", "outputs": "dropped"},
 }
 """What is asked for, by the first word of a way; its second is the budget."""
+
+
+def _is_recorded(plan: planner.Plan) -> bool:
+    return is_recorded(plan.target.backend, plan.target.backend_options)
 
 
 def plan_file(plans: Path, name: str, precision: str, way: str) -> Path:

@@ -12,7 +12,7 @@ class Row:
 
     Attributes:
         way: "unplanned", "plan 60%", "checkpoint per block", "compile", "compile 0.5", "inductor 60%",
-            "recorded 60%", "split min", "offload 60%", and others of these.
+            "recorded 80%", "inductor-recorded 80%", "split min", "offload 60%", and others of these.
         predicted_bytes, measured_bytes: Peak of allocated bytes over entry, each block as large as was asked
             for, rounded up to 512; no prediction for peers.
         unsplit_bytes: How much more ``torch.cuda.max_memory_allocated`` counts.

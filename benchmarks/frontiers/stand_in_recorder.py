@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 
 from planner._torch.cuda.recorder import BoxedFunction
+from planner._torch.tensors import copy_elements, strided_copy
 from planner.runtime import recorded
 
 
@@ -40,14 +41,18 @@ class StandIn:
         """Record a function: its results have no values until it runs."""
         number, given = len(self.runs), list(args)
         there = {_address(t): t for t in given if isinstance(t, torch.Tensor)}
-        values, state = [(t, t.clone()) for t in there.values()], torch.get_rng_state()
+        values, state = [(t, strided_copy(t)) for t in there.values()], torch.get_rng_state()
         made = list(function(args))
         torch.set_rng_state(state)
         for tensor, value in values:
-            tensor.data.copy_(value)  # a recording writes nothing, and changes no version
-        own = {id(r): r.clone() for r in made if isinstance(r, torch.Tensor) and _address(r) not in there}
+            copy_elements(tensor.data, value)  # a recording writes nothing, and changes no version
+        own = {
+            id(r): strided_copy(r) for r in made if isinstance(r, torch.Tensor) and _address(r) not in there
+        }
         results = [own.get(id(r), r) for r in made]
-        of_pool = [t for earlier in self._made for t in earlier if any(t is g for g in given)]
+        left = {_address(r) for r in results if isinstance(r, torch.Tensor)}  # in memory of what it was given
+        read = [t for earlier in self._made for t in earlier if any(t is g for g in given)]
+        of_pool = [t for t in read if _address(t) not in left]
         self._made.append(list(own.values()))
         self.runs.append(0)
         _spoil(self._made[number])
@@ -59,7 +64,7 @@ class StandIn:
             with torch.no_grad():
                 for result, new in zip(results, function(list(given)), strict=True):
                     if isinstance(result, torch.Tensor) and _address(result) not in there:
-                        result.copy_(new)
+                        copy_elements(result, new)
             _spoil(of_pool)
 
         return results, run

@@ -103,9 +103,12 @@ def for_inductor(
 
     def function(*arguments: Any) -> list[Any]:
         emitter.token = None
-        outputs = list(emitter.run(*arguments))
+        # Inductor's decompositions may compute other types, as statistics of bfloat16 where kernels give floats:
+        # the other half reads what the graph says.
+        outputs = [*map(_of_type, emitter.run(*arguments), types)]
         return outputs if emitter.token is None else [*outputs, emitter.token]
 
+    types = [_type_of(node) for node in kept.graph.output_node().args[0]]  # type: ignore[union-attr]
     own = user_outputs(module)
     # Inductor may choose the strides of saved tensors, as convolutions prefer some; the backward is told of
     # them.
@@ -126,6 +129,17 @@ def for_inductor(
         realize_in_place(traced)
     draws = emitter.token is not None
     return InductorGraph(traced, [inputs[i] for i in read], mode, aliases, draws, read, len(inputs), found)
+
+
+def _type_of(node: Any) -> torch.dtype | None:
+    meta = getattr(node, "meta", {})
+    value = meta.get("val", meta.get("tensor_meta"))  # AOTAutograd takes the values of saved tensors away
+    dtype = getattr(value, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def _of_type(result: Any, dtype: torch.dtype | None) -> Any:
+    return result if dtype is None or not isinstance(result, torch.Tensor) else result.to(dtype)
 
 
 def _without_data(

@@ -1,5 +1,6 @@
 """What programs that Inductor emits for a plan hold no longer than the plan does."""
 
+import operator
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +90,26 @@ def test_what_is_not_read_is_not_held() -> None:
     (result,) = as_given(run, graph)(args)
     assert not args
     assert torch.equal(result, torch.full((3,), 3.0))
+
+
+def test_results_have_the_types_that_the_other_half_reads() -> None:
+    """Inductor computes statistics of bfloat16 where the CPU's kernel gives floats: read as floats, half of each
+    was what happened to lie behind it."""
+    image, weight = torch.randn(4, 32, dtype=torch.bfloat16), torch.randn(32)
+    drawn = Graph()
+    given = [drawn.placeholder(name) for name in ("image", "weight")]
+    kept = drawn.call_function(
+        torch.ops.aten.native_layer_norm.default, (given[0], [32], given[1], None, 1e-5)
+    )
+    results = torch.native_layer_norm(image, [32], weight, None, 1e-5)
+    made = [drawn.call_function(operator.getitem, (kept, i)) for i in range(3)]
+    for node, value in zip([*given, *made], (image, weight, *results), strict=True):
+        node.meta["val"] = value.to("meta")
+    made[1].meta["tensor_meta"] = made[1].meta.pop("val")  # as AOTAutograd leaves a saved tensor
+    drawn.output(made)
+    for_all = for_inductor(GraphModule({}, drawn)).module.graph.output_node().args[0]
+    assert [node.meta["val"].dtype for node in for_all] == [r.dtype for r in results]  # type: ignore
+    assert results[1].dtype is torch.float32
 
 
 def test_a_backward_is_compiled_for_what_its_forward_saves() -> None:
