@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from planner._torch.autograd import graph_is_kept
+from planner._torch.autograd import engine_asks, graph_is_kept
 from planner._torch.execution.settings import set_as, settings
 from planner._torch.execution.written_over import WrittenOver, is_held_alone, operators_run_once
 from planner.graph.replay.rng import run_from_state
@@ -23,9 +23,9 @@ OTHER_ORDER = (
     "with planner.step around the function that computes its losses"
 )
 HELD = (
-    "something holds a result over which the backward writes by the plan, or a dispatch mode or a batch of "
-    "gradients runs its operators: what it writes takes memory of its own, and the step may take more than "
-    "predicted. Plan the step as it is trained, or hold a copy"
+    "something holds a result over which the backward writes by the plan, or Python code asks for it, or a "
+    "dispatch mode or a batch of gradients runs its operators: what it writes takes memory of its own, and "
+    "the step may take more than predicted. Plan the step as it is trained, or hold a copy"
 )
 
 
@@ -89,6 +89,9 @@ class Backward:
         nothing else reads the memory."""
         planned = save in self._program.over and self.followed and self._in_order
         if not planned or graph_is_kept() or torch.is_grad_enabled():
+            return tensor
+        if not engine_asks():
+            self._steps.tell_once("held", HELD)
             return tensor
         once = operators_run_once()
 

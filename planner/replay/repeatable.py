@@ -137,6 +137,8 @@ class Repeatable:
         func = self._saved.operators[made.position]
         if not can_run_again(func):
             return "the operator is not run twice"
+        if made.generator:
+            return "it draws from a generator that it was handed"
         if made.there_written or any(storage not in own for storage in made.written):
             return "it writes what was there before"
         unit_of = self._saved.unit_of
