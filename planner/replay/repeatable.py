@@ -58,6 +58,8 @@ class Repeatable:
         for number, at in saved.unpacked:
             units.setdefault(bisect_left(rows, at), set()).add(saved.saves[number].unit)
         for save in saved.saves:
+            if any(saved.made[w].position >= save.begun for w in self.writers.get(save.storage, ())):
+                kept.setdefault(save.storage, "autograd saves it before a call writes over it")
             mixed = any(len(units[bisect_left(rows, at)]) > 1 for at in save.unpacked)
             if len(save.unpacked) > 1:
                 kept.setdefault(save.storage, "a node asks for it twice")

@@ -76,7 +76,7 @@ class Slots:
         out = called(*args, **kwargs) if kwargs else called(*args)
         if recipe is not None:
             self.recipes[position] = recipe
-        if call.results and not writes:
+        if call.results:
             self._made(call, func, out)
         if call.packs is not None:
             self._pack_bits(*call.packs, func, out, args)
