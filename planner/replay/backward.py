@@ -36,11 +36,13 @@ class Backward:
         followed: Whether the whole forward was as planned, as far as the plan has to do with it.
         begun: Whether a node has asked for something.
         waiting: By slot, how many saves have not been handed out.
+        written: The saves that a node has written over.
     """
 
     def __init__(self, steps: Steps, slots: Slots) -> None:
         self.followed = self.begun = False
         self.waiting: dict[int, int] = {}
+        self.written: set[int] = set()
         self._in_order = True  # the nodes ask in the order of the plan, and the schedule is followed
         self._asked = 0  # how many saves a backward has asked for that frees what it has read
         self._steps, self._calls, self._slots = steps, steps.calls, slots
@@ -99,6 +101,8 @@ class Backward:
             alone = once and self._slots.tensors.get(slot) is None and is_held_alone(tensor, beside=1)
             if not alone:
                 self._steps.tell_once("held", HELD)
+            else:
+                self.written.add(save)
             return alone
 
         return WrittenOver.of(tensor, may_write)

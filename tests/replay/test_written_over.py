@@ -4,7 +4,7 @@ import copy
 import json
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import planner
 from planner._torch.execution.written_over import WrittenOver, is_held_alone
+from planner.errors import FreedError
 from planner.verification.measure import measure_peak
 
 pytestmark = pytest.mark.any_torch
@@ -286,3 +287,36 @@ def test_what_python_code_asks_for_is_not_written_over(monkeypatch: pytest.Monke
         found = _left(model, lambda one: one(x).backward())
     assert all(map(torch.equal, found, _left(eager, lambda one: one(x).backward())))
     assert torch.equal(*model.seen, *eager.seen)
+    planner.remove(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", planner.PlanWarning)
+        model.looks = eager.looks = False
+        plan = planner.plan(model, (x,), budget="min", backend="replay", costs="roofline")
+        plan.apply(model)
+        model.looks = eager.looks = True  # it is made again, and asked for twice
+        assert all(map(torch.equal, *(_left(one, lambda one: one(x).backward()) for one in (model, eager))))
+
+
+def test_what_was_written_over_before_an_error_is_not_read_again() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.randn(512, 64)
+    saved: list[Tensor] = []
+
+    def fails(*_: Any) -> None:
+        raise KeyError
+
+    def loss(out: Tensor) -> Tensor:
+        return out.square().mean()
+
+    for budget in ("99%", "min"):
+        planner.plan(model, (x,), budget=budget, backend="replay", costs="roofline", loss=loss).apply(model)
+        with model[1].register_forward_hook(lambda *call: saved.append(call[2])):
+            out = model(x)
+        hook = cast(Any, saved[0].grad_fn).register_hook(fails)
+        other = saved.pop().sum()
+        with pytest.raises(KeyError):
+            out.square().mean().backward()
+        hook.remove()
+        with pytest.raises(FreedError, match="wrote its result"):
+            other.backward()
+        planner.remove(model)
