@@ -15,7 +15,7 @@ from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner._torch import compat
-from planner._torch.own_code import is_of_pytorch
+from planner._torch.own_code import is_of_pytorch, is_of_this_package
 
 DISPATCH = "__torch_dispatch__"
 _RUNS_ENGINE = _engine_run_backward.__code__
@@ -120,6 +120,17 @@ def engine_calls() -> bool:
             return False
         frame = frame.f_back
     return True  # without a frame of it in the engine's own threads
+
+
+def engine_asks() -> bool:
+    """Whether the engine called this package's code that asks: a node in C++ unpacks what it has saved.
+
+    If not, Python code does: a hook, or a backward in Python, which may read it again, or hold it.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_of_this_package(frame.f_code):
+        frame = frame.f_back
+    return frame is None or frame.f_code is _RUNS_ENGINE
 
 
 _COMPARISONS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (

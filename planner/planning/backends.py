@@ -47,9 +47,12 @@ def check_unproven(options: PlanOptions, device: Device) -> None:
     """
     on_gpu = options.backend == "inductor" and device.kind == "cuda"
     if not options.unproven and (on_gpu or is_recorded(options.backend, options.backend_options)):
+        asked, instead = f"backend={options.backend!r}", "plan with backend='eager'"
+        if options.backend == "inductor" and not on_gpu:
+            asked, instead = f"{CUDA_GRAPHS!r} in backend_options=", "leave it out"
         raise OptionError(
-            f"backend={options.backend!r} has not been run on a GPU yet: expected unproven=True for "
-            f"{device.name}; pass it and let planner.verify() compare, or plan with backend='eager'"
+            f"{asked} has not been run on a GPU yet: expected unproven=True for {device.name}; pass it and "
+            f"let planner.verify() compare, or {instead}"
         )
     if on_gpu and (timed := [name for name in TIMED if options.backend_options.get(name)]):
         raise OptionError(

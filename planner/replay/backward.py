@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from planner._torch.autograd import graph_is_kept
+from planner._torch.autograd import engine_asks, graph_is_kept
 from planner._torch.execution.settings import set_as, settings
 from planner._torch.execution.written_over import WrittenOver, is_held_alone, operators_run_once
 from planner.graph.replay.rng import run_from_state
@@ -23,9 +23,9 @@ OTHER_ORDER = (
     "with planner.step around the function that computes its losses"
 )
 HELD = (
-    "something holds a result over which the backward writes by the plan, or a dispatch mode or a batch of "
-    "gradients runs its operators: what it writes takes memory of its own, and the step may take more than "
-    "predicted. Plan the step as it is trained, or hold a copy"
+    "something holds a result over which the backward writes by the plan, or Python code asks for it, or a "
+    "dispatch mode or a batch of gradients runs its operators: what it writes takes memory of its own, and "
+    "the step may take more than predicted. Plan the step as it is trained, or hold a copy"
 )
 
 
@@ -36,11 +36,13 @@ class Backward:
         followed: Whether the whole forward was as planned, as far as the plan has to do with it.
         begun: Whether a node has asked for something.
         waiting: By slot, how many saves have not been handed out.
+        written: The saves that a node has written over.
     """
 
     def __init__(self, steps: Steps, slots: Slots) -> None:
         self.followed = self.begun = False
         self.waiting: dict[int, int] = {}
+        self.written: set[int] = set()
         self._in_order = True  # the nodes ask in the order of the plan, and the schedule is followed
         self._asked = 0  # how many saves a backward has asked for that frees what it has read
         self._steps, self._calls, self._slots = steps, steps.calls, slots
@@ -90,12 +92,17 @@ class Backward:
         planned = save in self._program.over and self.followed and self._in_order
         if not planned or graph_is_kept() or torch.is_grad_enabled():
             return tensor
+        if not engine_asks():
+            self._steps.tell_once("held", HELD)
+            return tensor
         once = operators_run_once()
 
         def may_write() -> bool:  # what the node asks for later may be made of it
             alone = once and self._slots.tensors.get(slot) is None and is_held_alone(tensor, beside=1)
             if not alone:
                 self._steps.tell_once("held", HELD)
+            else:
+                self.written.add(save)
             return alone
 
         return WrittenOver.of(tensor, may_write)

@@ -134,6 +134,11 @@ def draws(func: Any) -> bool:
     )
 
 
+def has_generator(args: Any, kwargs: Any) -> bool:
+    """Whether a call is handed a generator to draw from. It does not run again: that has moved on by then."""
+    return any(isinstance(one, torch.Generator) for one in (*args, *(kwargs or {}).values()))
+
+
 @functools.cache
 def can_run_again(func: Any) -> bool:
     """Whether a second call, with the same arguments and generator state, gives the same results and has no

@@ -18,7 +18,7 @@ from planner._torch import operators
 from planner._torch.autograd import CountingMode, graph_is_kept
 from planner._torch.execution.bernoulli_draws import FASTER
 from planner._torch.tensors import alias_of, is_wrapper, without_history
-from planner.errors import InputsChanged
+from planner.errors import FreedError, InputsChanged
 from planner.replay.backward import Backward
 from planner.replay.besides import Besides
 from planner.replay.calls import COUNTED, is_batch_norm, is_counted, operands_of, results_of, users_line
@@ -186,6 +186,8 @@ class FollowedStep:
 
     def unpack(self, packed: _Packed) -> torch.Tensor:
         """What a node gets that asks for what was dropped."""
+        if packed.handed_out is not None:  # Python code asks more than once, or before the node does
+            return packed.handed_out
         slot, save = packed.slot, packed.save
         if slot in self.slots.changed:
             raise InputsChanged(
@@ -212,6 +214,11 @@ class _Kept:
 
 def unpack(packed: Any) -> torch.Tensor:
     """What a node gets that asks for a tensor that it saved."""
+    if type(packed) is not tuple and packed.save in packed.step.backward.written:
+        raise FreedError(
+            "a backward asks again for a tensor over which an earlier one, that an error ended, wrote its "
+            "result: call the module again"
+        )
     if type(packed) is _Packed:
         return packed.step.unpack(packed)
     if type(packed) is _Kept:

@@ -74,8 +74,8 @@ def find_masks(
         numbers = [captured.compiled.events[event].call for event in of_calls]
         if len(results) != 1 or None in numbers:
             continue
-        made = outputs[numbers[0]]  # type: ignore[index]
-        if not isinstance(made, torch.Tensor) or not fills_storage(made):
+        made, left = outputs[numbers[0]], outputs[numbers[-1]]  # type: ignore[index]
+        if not all(isinstance(one, torch.Tensor) and fills_storage(one) for one in (made, left)):
             continue
         known = [calls[n] for n in numbers]  # type: ignore[index]
         one_or_noise = len(known) == 1 or is_noise([str(call.func) for call in known])

@@ -284,7 +284,8 @@ class _Builder:
         for save in self.saved.saves:
             last.setdefault(save.storage, []).append(save.released)
         for number, save in enumerate(self.saved.saves):
-            if save.storage not in self._remade or len(save.unpacked) != 1 or save.released is None:
+            asked = len(save.unpacked) == 1 and not save.by_python
+            if save.storage not in self._remade or not asked or save.released is None:
                 continue
             reading = [
                 at
@@ -472,9 +473,8 @@ class _Builder:
         calls = [row.event, *writers]
         self.calls_of[row_of_event[row.event]] = tuple(calls)
         states = [self._states[c] for c in calls if c in self._states]
-        calls_made = [self._call_of(c) for c in calls]
         before = self._repeatable.read_before_writes(row.event)
-        if not (writers or states or more_seconds or before or self._number_bytes(calls_made[0])):
+        if not (writers or states or more_seconds or before or self._number_bytes(self._call_of(row.event))):
             return None
         makers = sorted(set(before.values()))
         reads = {
@@ -484,7 +484,8 @@ class _Builder:
             if s in self.value_of and s not in own and s not in before
         }
         ops = [base[row_of_event[c]] for c in (*makers, *calls)]
-        extra = self._state_bytes() if states else 0
+        state = self._state_bytes()  # put back behind the call
+        taken = [memories[self._call_of(c)].workspace_bytes + state * (c in self._states) for c in calls]
         held, first = 0, 0  # what is there for this run alone: behind the makers, and at most while these run
         for maker in makers:
             makes = self.events[maker].allocates
@@ -495,10 +496,7 @@ class _Builder:
             inputs=(*sorted(reads), *states),
             outputs=row.made,
             seconds=sum(op.seconds for op in ops) + len(ops) * more_seconds,
-            workspace_bytes=max(
-                max(memories[c].workspace_bytes for c in calls_made) + extra + held,
-                first - self._bytes_of(own),
-            ),
+            workspace_bytes=max(max(taken) + held, first - self._bytes_of(own)),
             replay=None,
             writes=(),
         )

@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules import module as every_module
 
 from planner._torch import fake
-from planner._torch.autograd import CountingMode
+from planner._torch.autograd import CountingMode, engine_asks
 from planner._torch.tensors import SPARSE, storage_number, strided_copy
 from planner._torch.tracing.block_marks import marks_here
 from planner._torch.without_data.ctc_loss import lengths_are_tensors
@@ -25,6 +25,7 @@ from planner._torch.without_data.one_hot import OneHotAsWithData
 from planner._torch.without_data.plain import ASKS_FOR_DEVICE
 from planner.parallel.fully_shard import ShardedUnits
 from planner.replay.calls import (
+    has_generator,
     is_batch_norm,
     is_counted,
     operands_of,
@@ -50,6 +51,7 @@ class Save:
         bytes: Of the memory that it lies in; 0 where there is no such storage.
         unit: The number of the unit of ``fully_shard`` that saved it.
         gathered: Whether the unit's parameters were there each time that it was asked for.
+        by_python: Whether Python code asked for it, as a hook or a backward in Python.
     """
 
     storage: int
@@ -57,6 +59,7 @@ class Save:
     bytes: int = 0
     unit: int = ROOT
     gathered: bool = True
+    by_python: bool = False
     unpacked: list[int] = field(default_factory=list)
     released: int | None = None
 
@@ -70,6 +73,7 @@ class Made:
         operands: The recorded storages of its tensor arguments, in order; -1 for others.
         results: The recorded storages of the tensors that it returned, in order; -1 for others.
         written: Those that it writes; -1 for others.
+        generator: Whether it was handed a generator to draw from.
         there_read, there_written: Identities of the storages of other tensors that it reads and writes.
         statistics: Those of running statistics that it updates; run again it leaves them alone.
         module: The name of the module that called it.
@@ -82,6 +86,7 @@ class Made:
     operands: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
+    generator: bool = False
     there_read: tuple[int, ...] = ()
     there_written: tuple[int, ...] = ()
     statistics: tuple[int, ...] = ()
@@ -217,6 +222,7 @@ class SavesRecorder(CountingMode, StepRecorder):
             tuple(map(self.index_of, operands)),
             tuple(map(self.index_of, results_of(out))),
             tuple(map(self.index_of, writes)),
+            has_generator(args, kwargs),
             self._there(self._noted(reads)),
             self._there(writes),
             self._there(statistics_of(func, args)),
@@ -312,6 +318,7 @@ class SavesRecorder(CountingMode, StepRecorder):
         events = len(self.recording.events)
         save = self.saved.saves[packed.save]
         save.unpacked.append(events)
+        save.by_python = save.by_python or not engine_asks()
         if self._sharded and not self._sharded[save.unit].is_there():
             save.gathered = False
         self.saved.unpacked.append((packed.save, events))

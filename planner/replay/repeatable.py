@@ -58,6 +58,8 @@ class Repeatable:
         for number, at in saved.unpacked:
             units.setdefault(bisect_left(rows, at), set()).add(saved.saves[number].unit)
         for save in saved.saves:
+            if any(saved.made[w].position >= save.begun for w in self.writers.get(save.storage, ())):
+                kept.setdefault(save.storage, "autograd saves it before a call writes over it")
             mixed = any(len(units[bisect_left(rows, at)]) > 1 for at in save.unpacked)
             if len(save.unpacked) > 1:
                 kept.setdefault(save.storage, "a node asks for it twice")
@@ -137,6 +139,8 @@ class Repeatable:
         func = self._saved.operators[made.position]
         if not can_run_again(func):
             return "the operator is not run twice"
+        if made.generator:
+            return "it draws from a generator that it was handed"
         if made.there_written or any(storage not in own for storage in made.written):
             return "it writes what was there before"
         unit_of = self._saved.unit_of

@@ -20,6 +20,7 @@ from planner.replay import masks
 from planner.replay.calls import (
     can_run_again,
     draws,
+    has_generator,
     is_batch_norm,
     is_factory,
     results_of,
@@ -62,7 +63,7 @@ class Slots:
         """Run a call of the forward that the plan has something to do with, and note it."""
         state = recipe = None
         writes = operators.writes(func) and not is_batch_norm(func)
-        if call.recorded and can_run_again(func):
+        if call.recorded and can_run_again(func) and not (draws(func) and has_generator(args, kwargs)):
             if draws(func):
                 state = state_of_generators(args, kwargs)
             operands = iter(call.operands)
@@ -75,7 +76,7 @@ class Slots:
         out = called(*args, **kwargs) if kwargs else called(*args)
         if recipe is not None:
             self.recipes[position] = recipe
-        if call.results and not writes:
+        if call.results:
             self._made(call, func, out)
         if call.packs is not None:
             self._pack_bits(*call.packs, func, out, args)

@@ -29,6 +29,7 @@ from planner._torch.fake import tree_leaves
 from planner._torch.tensors import strided_copy
 from planner._torch.tracing.definitions import kernel_switches
 from planner._torch.versions import Watched
+from planner.choices import CUDA_GRAPHS
 from planner.compiled.calls import Call, Calls
 from planner.graph.replay import rng
 from planner.lowering.partition import user_outputs
@@ -406,7 +407,7 @@ def say(warn: Callable[[str], None], reason: str) -> None:
     """Tell the user why a step does not run as recorded."""
     warn(
         f"a step runs operator by operator, not as a recorded CUDA graph: {reason}. Plan with "
-        "backend='graph' if that stays so"
+        f"backend='graph', or without {CUDA_GRAPHS!r} in backend_options=, if that stays so"
     )
 
 

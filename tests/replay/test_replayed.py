@@ -163,6 +163,41 @@ def test_noise_of_dropout_is_kept_as_bits() -> None:
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
 
 
+class Draws(nn.Module):
+    """Noise that no dropout draws: a part of a larger memory, from a generator of the model's own, and by an
+    operator that returns something beside."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 512), nn.Linear(512, 8)
+        self.generator = torch.Generator() if own else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sin(self.first(x))
+        noise = torch.empty(2 * x.numel())[8 : 8 + x.numel()].view(x.shape)
+        x = torch.sin(x * noise.bernoulli_(0.7, generator=self.generator))
+        x = torch.sin(x * torch.rand(x.shape, generator=self.generator))
+        return self.last(torch.sin(x if self.generator else F.rrelu(x, training=True))).square().mean()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_noise_is_that_of_its_generator_and_bits_are_of_what_fills_its_memory(own: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Draws(own), torch.randn(256, 32)
+    plan, eager = _planned(model, x, "min" if own else "60%"), copy.deepcopy(model)
+    assert plan.recomputed_operations
+    plan.apply(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        assert _same(model, eager, lambda one: one(x).backward())
+        assert _same(model, eager, lambda one: one(x).backward())
+        report = planner.verify(model, (x,), repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+    if own:
+        assert torch.equal(model.generator.get_state(), eager.generator.get_state())
+
+
 class Paths(nn.Module):
     """Layers of which some are left out, and code that not every step runs."""
 

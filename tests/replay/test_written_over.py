@@ -4,7 +4,7 @@ import copy
 import json
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import planner
 from planner._torch.execution.written_over import WrittenOver, is_held_alone
+from planner.errors import FreedError
 from planner.verification.measure import measure_peak
 
 pytestmark = pytest.mark.any_torch
@@ -65,10 +66,11 @@ def test_what_holds_memory_is_noticed() -> None:
     alone = torch.randn(4)
     assert is_held_alone(alone)
     assert is_held_alone(torch.randn(4).view(2, 2))
-    other = alone.detach()
-    assert not is_held_alone(alone)
-    del other
-    assert is_held_alone(alone)
+    for other in (torch.Tensor.detach, torch.Tensor.untyped_storage, torch.Tensor.numpy):
+        held = other(alone)
+        assert not is_held_alone(alone)
+        del held
+        assert is_held_alone(alone)
 
 
 class Words(nn.Module):
@@ -231,3 +233,90 @@ def test_what_has_no_history_and_is_held_is_not_written_over(budget: str) -> Non
         found, expected = (_left(one, lambda one: one(x).backward()) for one in (model, eager))
     assert all(map(torch.equal, found, expected))
     assert all(map(torch.equal, model.held, eager.held))
+
+
+class _Doubled(torch.autograd.Function):
+    """A backward in Python, which may read what was saved more often than it did when the plan was made."""
+
+    more = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        return 2 * y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        assert type(y) is Tensor
+        found = gradient * y
+        return found + y if _Doubled.more else found
+
+
+class InPython(nn.Module):
+    """Python code that asks for what was saved: a backward, and a hook right before a node's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.looks, self.seen = False, list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Any = torch.tanh(self.first(_Doubled.apply(x @ self.last.weight)))
+        if self.looks:
+            y.grad_fn.register_prehook(self.look)
+        return self.last(y).square().mean()
+
+    def look(self, gradients: tuple[Tensor, ...]) -> None:
+        node: Any = torch._C._current_autograd_node()
+        self.seen.append((gradients[0] * node._saved_result).sum())
+
+
+def test_what_python_code_asks_for_is_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = InPython(), torch.randn(512, 64)
+    eager = copy.deepcopy(model)
+    plan = planner.plan(model, (x,), budget="95%", backend="replay", costs="roofline")
+    assert len(json.loads(plan.dumps())["replay"]["written_over"]) == 1  # that of the node in C++
+    plan.apply(model)
+    monkeypatch.setattr(_Doubled, "more", True)
+    assert all(map(torch.equal, *(_left(one, lambda one: one(x).backward()) for one in (model, eager))))
+    model.looks = eager.looks = True
+    with pytest.warns(planner.PlanWarning, match="Python code asks for it"):
+        found = _left(model, lambda one: one(x).backward())
+    assert all(map(torch.equal, found, _left(eager, lambda one: one(x).backward())))
+    assert torch.equal(*model.seen, *eager.seen)
+    planner.remove(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", planner.PlanWarning)
+        model.looks = eager.looks = False
+        plan = planner.plan(model, (x,), budget="min", backend="replay", costs="roofline")
+        plan.apply(model)
+        model.looks = eager.looks = True  # it is made again, and asked for twice
+        assert all(map(torch.equal, *(_left(one, lambda one: one(x).backward()) for one in (model, eager))))
+
+
+def test_what_was_written_over_before_an_error_is_not_read_again() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.randn(512, 64)
+    saved: list[Tensor] = []
+
+    def fails(*_: Any) -> None:
+        raise KeyError
+
+    def loss(out: Tensor) -> Tensor:
+        return out.square().mean()
+
+    for budget in ("99%", "min"):
+        planner.plan(model, (x,), budget=budget, backend="replay", costs="roofline", loss=loss).apply(model)
+        with model[1].register_forward_hook(lambda *call: saved.append(call[2])):
+            out = model(x)
+        hook = cast(Any, saved[0].grad_fn).register_hook(fails)
+        other = saved.pop().sum()
+        with pytest.raises(KeyError):
+            out.square().mean().backward()
+        hook.remove()
+        with pytest.raises(FreedError, match="wrote its result"):
+            other.backward()
+        planner.remove(model)

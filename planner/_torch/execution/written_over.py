@@ -6,6 +6,7 @@ handed a :class:`WrittenOver` calls its operator as ever, and the class calls th
 """
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -40,7 +41,8 @@ def is_held_alone(tensor: torch.Tensor, beside: int = 0) -> bool:
 
 
 def _holders(tensor: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)  # some hold that alone
 
 
 @functools.cache
