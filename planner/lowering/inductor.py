@@ -103,8 +103,8 @@ def for_inductor(
 
     def function(*arguments: Any) -> list[Any]:
         emitter.token = None
-        # Inductor's decompositions may compute other types, as statistics of bfloat16 where kernels give floats:
-        # the other half reads what the graph says.
+        # Inductor's decompositions may compute other types than kernels, as bfloat16 statistics instead of
+        # floats; the other half reads the types of the graph.
         outputs = [*map(_of_type, emitter.run(*arguments), types)]
         return outputs if emitter.token is None else [*outputs, emitter.token]
 

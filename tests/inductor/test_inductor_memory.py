@@ -93,7 +93,7 @@ def test_what_is_not_read_is_not_held() -> None:
 
 
 def test_results_have_the_types_that_the_other_half_reads() -> None:
-    """Inductor computes statistics of bfloat16 where the CPU's kernel gives floats: read as floats, half of each
+    """Inductor computes bfloat16 statistics where the CPU's kernel gives floats: read as floats, half of each
     was what happened to lie behind it."""
     image, weight = torch.randn(4, 32, dtype=torch.bfloat16), torch.randn(32)
     drawn = Graph()
