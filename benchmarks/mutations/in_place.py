@@ -407,7 +407,7 @@ IN_PLACE = [
         (
             Change(
                 "planner/replay/recorder.py",
-                "            self.saved.there_unseen[self._lies_in.get(key, key)] = now\n",
+                "            self.saved.outside_unseen[self._lies_in.get(key, key)] = now\n",
                 "            pass\n",
             ),
         ),
