@@ -160,8 +160,8 @@ class PlanOptions:
             "cudagraphs": as "graph", with forward and backward recorded as two CUDA graphs, so that Python
             launches no kernels; draws are kept, not repeated. It takes unproven=True.
         backend_options: Options of Inductor, as ``torch.compile(options=)`` takes them. With
-            ``{"triton.cudagraphs": True}``, which ``torch.compile(mode="reduce-overhead")`` sets, the compiled
-            forward and backward are recorded as two CUDA graphs, as by backend="cudagraphs".
+            ``{"triton.cudagraphs": True}``, which ``torch.compile(mode="reduce-overhead")`` sets, the
+            compiled forward and backward are recorded as two CUDA graphs, as by backend="cudagraphs".
         split: "loss" may compute what ends in the loss in pieces of rows, one after the other: logits and
             what the loss makes of them are then never there as a whole. It takes outputs="dropped", and few
             graphs. Gradients are as near to the true ones as without a plan, and not equal in the last bits,

@@ -14,9 +14,9 @@ from planner.errors import warn
 from planner.parallel.sharded_as_planned import has_other_units
 from planner.planfile.plan import PlanRecord
 from planner.replay.follow import followed
-from planner.replay.program import program_of
 from planner.replay.loaded_program import LoadedProgram
-from planner.replay.watched import ONE_IN, FIRST_STEPS, watched
+from planner.replay.program import program_of
+from planner.replay.watched import FIRST_STEPS, ONE_IN, watched
 from planner.runtime.first_forward import OtherPaths
 from planner.runtime.plan_call import PlanCall
 from planner.runtime.shapes.policy import NewShapes
