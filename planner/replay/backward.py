@@ -52,7 +52,7 @@ class Backward:
         self.begun = True
         program = self._program
         if not self._in_order or (save in program.written_over and save not in program.asking_order):
-            return  # such a save sets off no runs: a node may ask for it at any time
+            return  # a save that is only written over sets off no runs: its order does not matter
         keep = graph_is_kept()
         if not keep:
             place = program.asking_order.get(save, -1)

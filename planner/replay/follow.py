@@ -120,11 +120,11 @@ class FollowedStep:
     def _matches(self, position: int, call: tuple[str, bool, str | None]) -> bool:
         name, grad, line = call
         program = self.loaded.program
-        there = program.lines[position]
+        planned_line = program.lines[position]
         return (
             name == program.operators[position]
             and grad is program.grad[position]
-            and (not there or line is None or there == line)
+            and (not planned_line or line is None or planned_line == line)
         )
 
     def _skip_to(self, position: int) -> bool:

@@ -417,10 +417,10 @@ class _Builder:
         ops = list(base)
         for i, row in enumerate(self.rows):
             if row.op.recomputable:
-                again = self._rerun(row, row_of_event, base, memories, again_seconds)
-                if again is not None:
+                rerun = self._rerun(row, row_of_event, base, memories, again_seconds)
+                if rerun is not None:
                     ops[i] = replace(row.op, replay=RowId(len(ops)))
-                    ops.append(again)
+                    ops.append(rerun)
         self._write_over(ops)
         rounded = (v._replace(bytes=round_bytes(self.device, v.bytes)) for v in values)
         return Graph(tuple(ops), tuple(rounded), base_length=len(base))
@@ -431,16 +431,17 @@ class _Builder:
         held = {
             (self._row_of[save.released or 0], self.value_of[save.storage]): r for r, save in over.items()
         }
-        needed = [-1] * len(self.values)  # by value: the last row of the backward that it is needed for
+        # By value: the last row of the backward that reads it, or that a re-run reads it for.
+        needed = [-1] * len(self.values)
         for i, op in enumerate(ops[: len(self.rows)]):
             if op.phase is Phase.BACKWARD:
                 for value in op.inputs:
                     needed[value] = max(needed[value], held.get((i, value), i))
         for op in reversed(ops[: len(self.rows)]):
             if op.phase is Phase.FORWARD and op.recomputable:
-                again = op if op.replay is None else ops[op.replay]
-                for value in again.inputs:
-                    needed[value] = max(needed[value], *(needed[made] for made in again.outputs))
+                rerun = op if op.replay is None else ops[op.replay]
+                for value in rerun.inputs:
+                    needed[value] = max(needed[value], *(needed[output] for output in rerun.outputs))
         for (last, value), row in held.items():
             if needed[value] != row:
                 del self.written_over[row]

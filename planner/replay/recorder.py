@@ -63,7 +63,7 @@ class Save:
 
 @dataclass(slots=True)
 class CallDetails:
-    """Details of one event of the recording; of an event that is no operator call, none.
+    """Details of one event of the recording; the defaults if it is no operator call.
 
     Attributes:
         position: Its place among the counted calls of the module's forward; -1 outside of these.

@@ -27,9 +27,8 @@ class Repeatable:
         self._events, self._saved = events, saved
         self._maker: dict[int, int] = {}  # by storage: the event that made it
         self.writers: dict[int, list[int]] = {}
-        self._last_outside_write = (
-            self._find_writers()
-        )  # by identity of what was there: the last event to write it
+        # By identity of a storage from before the step: the last event that writes it.
+        self._last_outside_write = self._find_writers()
         self._changed = {s for s, writers in self.writers.items() if writers[-1] >= saved.forward_events}
         self._kept = self._find_kept()
 

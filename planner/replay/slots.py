@@ -54,7 +54,7 @@ class Slots:
         self.strayed = False
         self._refs: dict[int, Any] = {}  # weak references to the storages
         self._versions: dict[int, int] = {}
-        self._copied: set[int] = set()  # kept slots whose tensor in Python has another version counter
+        self._counted_elsewhere: set[int] = set()  # kept: Python's tensor has another version counter
 
     # ---- forward --------------------------------------------------------------------------------------
 
@@ -76,14 +76,14 @@ class Slots:
         if recipe is not None:
             self.recipes[position] = recipe
         if call.results and not writes:
-            self._made(call, func, out)
+            self._note_results(call, func, out)
         if call.packs is not None:
             self._pack_bits(*call.packs, func, out, args)
         if call.written:
             self._written(call, func, args, kwargs, recipe)
         return out
 
-    def _made(self, call: PlannedCall, func: Any, out: Any) -> None:
+    def _note_results(self, call: PlannedCall, func: Any, out: Any) -> None:
         made = (out,) if isinstance(out, torch.Tensor) else tuple(results_of(out))
         for j, slot, kept in call.results:
             if j >= len(made):
@@ -96,7 +96,7 @@ class Slots:
                 self.tensors[slot] = alias(tensor)
                 self.kept.add(slot)
                 if is_factory(func):
-                    self._copied.add(slot)
+                    self._counted_elsewhere.add(slot)
 
     def _written(self, call: PlannedCall, func: Any, args: Any, kwargs: Any, recipe: Recipe | None) -> None:
         for slot, tensor in zip(call.written, written_operands(func, args, kwargs), strict=False):
@@ -139,8 +139,8 @@ class Slots:
     def _watch(self, slot: int, tensor: torch.Tensor, *, writes: bool = False) -> None:
         """Hold a kept slot by the tensor whose version counter counts the user's writes: Python's tensor of a
         factory's result, or the one that is written (a result of ``_unsafe_view`` has its own counter)."""
-        if slot in self._copied or (writes and slot in self.kept):
-            self._copied.discard(slot)
+        if slot in self._counted_elsewhere or (writes and slot in self.kept):
+            self._counted_elsewhere.discard(slot)
             self.tensors[slot] = alias(tensor)
 
     def _noted(self, argument: Any, operands: Iterator[int], own: Sequence[int]) -> Any:

@@ -180,7 +180,7 @@ class GraphRunner:
         outputs_in = Counter(fake.storage_key(t) for t in outputs if isinstance(t, torch.Tensor))
         for i, tensor in enumerate(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
-                # Watch another tensor: gradients pass through this one inside the graph as well. Where it shares
+                # Watch another tensor: gradients pass through this one inside the graph as well. If it shares
                 # no memory, take no view: a write to a view's base would bypass the hook on the view.
                 key = fake.storage_key(tensor)
                 alone = tensor.layout is torch.strided and key not in input_memory and outputs_in[key] == 1

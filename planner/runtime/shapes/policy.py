@@ -199,10 +199,10 @@ class NewShapes:
         first, newest = self._programs[0], self._programs[-1]
         budget = self._target.budget_bytes
         others = "other than" if self._target.backend == "inductor" else "larger than"
-        what = f"the inputs are {others} those that were planned: {self._differences(shapes)}"
+        diff = f"the inputs are {others} those that were planned: {self._differences(shapes)}"
         if self._policy == "reapply" and self._predictions >= MOST_PREDICTIONS:
             warn(
-                f"{what}. After {MOST_PREDICTIONS} predictions its peak is not predicted any more. {_LARGEST}"
+                f"{diff}. After {MOST_PREDICTIONS} predictions its peak is not predicted any more. {_LARGEST}"
             )
             return first
         if self._policy == "replan" and budget is None and len(self._programs) >= MOST_PLANS:
@@ -218,7 +218,7 @@ class NewShapes:
             other_path = isinstance(error, PlanMismatch) and self._target.backend == "replay"
             if is_meant(error) and not other_path:
                 raise
-            warn(f"{what}. The new peak cannot be predicted ({error}), and may exceed the budget. {_LARGEST}")
+            warn(f"{diff}. The new peak cannot be predicted ({error}), and may exceed the budget. {_LARGEST}")
             first.covered.append(shapes)
             return first
         if self._policy == "replan":
@@ -226,8 +226,8 @@ class NewShapes:
                 fitting.covered.append(shapes)
                 return fitting
             kind = "larger" if self._planned.keys() <= shapes.keys() else "other"
-            what = f"{kind} inputs ({self._differences(shapes)})"
-            self._programs[MOST_PLANS - 1 :] = [self._program(self._replanned(prepared, what), shapes)]
+            reason = f"{kind} inputs ({self._differences(shapes)})"
+            self._programs[MOST_PLANS - 1 :] = [self._program(self._replanned(prepared, reason), shapes)]
             return self._programs[-1]
         first.covered.append(shapes)
         planned_bytes = first.plan.predicted.dynamic_peak_bytes
@@ -235,7 +235,7 @@ class NewShapes:
             within = "within" if budget is not None and total <= budget else "over"
             limit = "" if budget is None else f", {within} the budget of {format_bytes(budget)}"
             warn(
-                f"{what}. By the same plan the step is predicted to peak at {format_bytes(total)}{limit}; "
+                f"{diff}. By the same plan the step is predicted to peak at {format_bytes(total)}{limit}; "
                 f"{peak_bytes:,} bytes of that are its own, where {planned_bytes:,} were planned. "
                 "Plan for the largest shape, or apply with on_new_shape='replan'"
             )
@@ -326,23 +326,23 @@ class NewShapes:
         planned, others = self._compile(plan, self._other_shapes, paths)
         return Program(plan, shapes, planned, others, [shapes], paths)
 
-    def _replanned(self, prepared: Prepared, what: str) -> PlanRecord:
+    def _replanned(self, prepared: Prepared, reason: str) -> PlanRecord:
         from planner.planning.solve import plan_prepared
 
         target = self._target
         budget, unknown = target.budget_bytes, self._unknown_optimizer_bytes()
-        left = target.budget_text if budget is None else budget - unknown  # for all but the optimizer
-        last = len(self._programs) >= MOST_PLANS - 1
-        made = plan_prepared(prepared, "min" if last and budget is not None else left)
+        budget_left = target.budget_text if budget is None else budget - unknown  # for all but the optimizer
+        is_last = len(self._programs) >= MOST_PLANS - 1
+        made = plan_prepared(prepared, "min" if is_last and budget is not None else budget_left)
         if budget is not None and _total(made) + unknown > budget:
-            made = plan_prepared(prepared, left)  # its error says what the least peak is
-        end = (
+            made = plan_prepared(prepared, budget_left)  # its error says what the least peak is
+        last_plan = (
             f"; inputs grew so often that {MOST_PLANS} plans were made: this one, for the least memory, is "
             "for larger ones too. Plan for the largest inputs at first"
         )
         tell(
-            f"{type(self._model).__name__} planned again for {what}: "
-            f"{format_bytes(_total(made))}, {100 * made.overhead:+.0f} % time{end if last else ''}"
+            f"{type(self._model).__name__} planned again for {reason}: "
+            f"{format_bytes(_total(made))}, {100 * made.overhead:+.0f} % time{last_plan if is_last else ''}"
         )
         return made
 
