@@ -57,7 +57,7 @@ class WhenMade:
 
     Attributes:
         requires_grad: Whether each example input required gradients.
-        grad_enabled: Whether gradients were on; they are off inside of functions of the user's.
+        grad_enabled: Whether gradients were on; inside an autograd function of the user they are off.
         default_dtype: The default type of new tensors.
         around: The region of autocast that the graph is in.
         autocast: The state of autocast.
