@@ -80,7 +80,7 @@ class Runs:
 def counting_runs() -> Iterator[Runs]:
     """Count the runs of planned graphs that are compiled from now on, and the steps that replay a plan."""
     runs, original = Runs(), backend.chosen_lowering
-    finished, before = FollowedStep.finished, Backward.before
+    finished, before = FollowedStep.finished, Backward.before_save
 
     def chosen(*backend_and_options: Any) -> Lowering:
         lower = original(*backend_and_options)
@@ -108,13 +108,13 @@ def counting_runs() -> Iterator[Runs]:
 
     backend.chosen_lowering = chosen
     FollowedStep.finished = counting  # type: ignore[method-assign]
-    Backward.before = counting_backwards  # type: ignore[method-assign]
+    Backward.before_save = counting_backwards  # type: ignore[method-assign]
     try:
         yield runs
     finally:
         backend.chosen_lowering = original
         FollowedStep.finished = finished  # type: ignore[method-assign]
-        Backward.before = before  # type: ignore[method-assign]
+        Backward.before_save = before  # type: ignore[method-assign]
 
 
 @contextmanager

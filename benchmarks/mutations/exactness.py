@@ -53,7 +53,7 @@ EXACTNESS = [
         (
             Change(
                 "planner/_torch/tracing/definitions.py",
-                "        self._switches = [(name, read, read()) for name, read in _TRACED_BY.items()]\n",
+                "        self._switches = [(name, read, read()) for name, read in _TRACE_SWITCHES.items()]\n",
                 "        self._switches = []\n",
             ),
         ),

@@ -351,7 +351,7 @@ IN_PLACE = [
         (
             Change(
                 "planner/capture/graphs/graph_runner.py",
-                "        return self._compiled is not None and self._without != self.unused_outputs\n",
+                "        return self._compiled is not None and self._traced_without != self.unused_outputs\n",
                 "        return False\n",
             ),
         ),
@@ -407,7 +407,7 @@ IN_PLACE = [
         (
             Change(
                 "planner/replay/recorder.py",
-                "            self.saved.there_unseen[self._lies_in.get(key, key)] = now\n",
+                "            self.saved.outside_unseen[self._lies_in.get(key, key)] = now\n",
                 "            pass\n",
             ),
         ),

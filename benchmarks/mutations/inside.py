@@ -51,7 +51,7 @@ INSIDE = [
         (
             Change(
                 "planner/compiled/views_outside.py",
-                "if waiting[of] and of in outside and _differentiable(of):",
+                "if views_to_come[operand] and operand in outside and _differentiable(operand):",
                 "if False:",
             ),
         ),

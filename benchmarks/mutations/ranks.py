@@ -82,8 +82,8 @@ RANKS = [
         (
             Change(
                 "planner/replay/problem.py",
-                "pending, let_go, Region(unit))",
-                "pending, let_go, Region(ROOT))",
+                "pending, freed, Region(unit))",
+                "pending, freed, Region(ROOT))",
             ),
         ),
         ("tests/replay/test_replayed.py::test_units_of_fully_shard_are_regions[None]",),

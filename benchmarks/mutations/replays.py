@@ -29,7 +29,7 @@ REPLAYS = [
         "settings-of-what-runs-again",
         "What runs again runs as PyTorch was set when it ran first.",
         "It runs as PyTorch is set in the backward.",
-        (Change(_BACKWARD, "        if recipe.settings == self._now:\n", "        if True:\n"),),
+        (Change(_BACKWARD, "        if recipe.settings == self._settings_now:\n", "        if True:\n"),),
         (f"{_TESTS}::test_what_runs_again_runs_as_pytorch_was_set",),
     ),
     Mutation(
@@ -39,8 +39,8 @@ REPLAYS = [
         (
             Change(
                 "planner/replay/repeatable.py",
-                "            for key in (*made.there_written, *made.statistics):\n",
-                "            for key in made.there_written:\n",
+                "            for key in (*call.outside_written, *call.statistics):\n",
+                "            for key in call.outside_written:\n",
             ),
         ),
         (f"{_TESTS}::test_running_statistics_are_read_as_they_were_before_they_were_updated",),
@@ -102,7 +102,7 @@ REPLAYS = [
         "calls-beside-the-plan",
         "What calls make that the plan has not seen is told of where it does not fit.",
         "It is not counted.",
-        (Change(_FOLLOW, "        self.besides.made(", "        (lambda *_: None)("),),
+        (Change(_FOLLOW, "        self.unplanned.call_made(", "        (lambda *_: None)("),),
         (f"{_PATHS}::test_calls_that_the_plan_has_not_seen_are_told_of_where_they_do_not_fit",),
     ),
     Mutation(
@@ -140,8 +140,8 @@ REPLAYS = [
         (
             Change(
                 _BACKWARD,
-                "            if self.followed or not (slot in bits or slot in there.kept) or "
-                "there.can_be_made(slot):\n",
+                "            if self.followed or not (slot in bits or slot in held.kept) or "
+                "held.can_be_made(slot):\n",
                 "            if True:\n",
             ),
         ),

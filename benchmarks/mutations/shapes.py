@@ -115,8 +115,8 @@ SHAPES = [
         (
             Change(
                 "planner/runtime/shapes/policy.py",
-                "if peak_bytes <= enough if budget is None else total <= budget:",
-                "if peak_bytes <= enough or budget is not None:",
+                "            if fits:\n",
+                "            if peak_bytes <= enough or budget is not None:\n",
             ),
         ),
         ("tests/behaviour/modules/test_shapes.py::test_replan_keeps_the_budget_or_says_that_it_cannot",),
@@ -184,7 +184,7 @@ SHAPES = [
         (
             Change(
                 "planner/runtime/shapes/policy.py",
-                "if most != shapes and covers(most, shapes):",
+                "if largest != shapes and covers(largest, shapes):",
                 "if False:",
             ),
         ),

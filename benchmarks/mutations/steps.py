@@ -310,7 +310,7 @@ STEPS = [
         (
             Change(
                 "planner/_torch/joint/aot.py",
-                "                elif _is_strided(tangent) and storage_key(tangent) in taken:\n",
+                "                elif _is_strided(tangent) and storage_key(tangent) in occupied:\n",
                 "                elif False:\n",
             ),
         ),

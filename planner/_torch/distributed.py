@@ -22,7 +22,7 @@ class Wrapper:
     """The ``DistributedDataParallel`` whose forward is running.
 
     Attributes:
-        ranks: Among how many ranks it reduces.
+        ranks: The number of ranks among which it reduces.
         bucket_cap_mb, gradient_as_bucket_view: As it was given them.
     """
 
@@ -58,8 +58,8 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The gradient of a parameter on this rank; of a DTensor distributed as the parameter is, which is how
-    ``fully_shard`` takes it to reduce it."""
+    """The gradient of a parameter on this rank. A DTensor's gradient is redistributed to the placements of
+    the parameter, as ``fully_shard`` does before it reduces it."""
     gradient: Any = parameter.grad
     if not is_dtensor(parameter):
         return gradient  # type: ignore[no-any-return]
@@ -69,13 +69,13 @@ def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     return local_tensor(gradient)
 
 
-def autograd_adds_up() -> bool:
-    """Whether ``fully_shard`` lets autograd cast gradients to the dtype that they are reduced in, and add up
-    those of micro-batches, as from PyTorch 2.15 on."""
+def autograd_sums_micro_batches() -> bool:
+    """Whether autograd sums gradients of micro-batches for ``fully_shard``, and casts them to the dtype that
+    they are reduced in, as from PyTorch 2.15 on."""
     return private("_default_reduce_scatter_input_fn") is not None
 
 
-def pipelines_let_go() -> bool:
+def pipelines_free_early() -> bool:
     """Whether stages of a pipeline free outputs once these are sent, and allocate buffers only when they
     receive, as from PyTorch 2.15 on."""
     return private("_wait_and_release_fwd_send") is not None
@@ -91,14 +91,14 @@ def is_whole_on_each_rank(parameter: torch.Tensor) -> bool:
 
 
 def copy_for_reduction(gradients: Sequence[torch.Tensor], ranks: int, whole: torch.Tensor) -> None:
-    """Copy gradients into the buffer that ``fully_shard`` reduces, rank by rank, by the operator it calls."""
-    mixed = getattr(torch.ops.fsdp, "chunk_cat_mixed_dtype", None) if autograd_adds_up() else None
+    """Copy gradients into the buffer that ``fully_shard`` reduces, rank by rank, by its own operator."""
+    mixed = getattr(torch.ops.fsdp, "chunk_cat_mixed_dtype", None) if autograd_sums_micro_batches() else None
     copy: Any = mixed or torch.ops.aten._chunk_cat.out
     copy(list(gradients), 0, ranks, out=whole.view(ranks, -1))
 
 
 def ranks_of_shards(module: torch.nn.Module) -> list[int]:
-    """The ranks among which parameters of a module are sharded; none where they are not."""
+    """The ranks among which parameters of a module are sharded; none if they are not."""
     meshes = {p.device_mesh for p in parameters_of(module) if is_dtensor(p)}  # type: ignore[attr-defined]
     return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
 
@@ -109,36 +109,37 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
 
 
 def tensor_parallel_ranks(module: torch.nn.Module) -> int:
-    """Among how many ranks ``parallelize_module`` distributed a module; 1 where it did not."""
+    """The number of ranks among which ``parallelize_module`` distributed a module; 1 if it did not."""
     if not is_fully_sharded(module):
         return max(len(ranks_of_shards(module)), 1)
     return max(
         (
-            one.sharded_param.device_mesh.size() // one.mesh_info.mesh.size()
-            for one in _fully_sharded_parameters(module)
+            # All ranks of the parameter, over those of ``fully_shard``.
+            param.sharded_param.device_mesh.size() // param.mesh_info.mesh.size()
+            for param in _fully_sharded_parameters(module)
         ),
         default=1,
     )
 
 
 def number_of_shards(module: torch.nn.Module) -> int:
-    """Among how many ranks ``fully_shard`` sharded the parameters of a module; 1 where it did not."""
-    return max((_shards(one.mesh_info) for one in _fully_sharded_parameters(module)), default=1)
+    """The number of ranks among which ``fully_shard`` sharded a module's parameters; 1 if it did not."""
+    return max((_shards(param.mesh_info) for param in _fully_sharded_parameters(module)), default=1)
 
 
 def _shards(mesh_info: Any) -> int:
-    return getattr(mesh_info, "shard_mesh_size", 1)  # without: replicated only
+    return getattr(mesh_info, "shard_mesh_size", 1)  # meshes without it only replicate
 
 
 def _fully_sharded_parameters(module: torch.nn.Module) -> Iterator[Any]:
-    """What ``fully_shard`` keeps of each parameter: ``FSDPParam``."""
+    """The ``FSDPParam`` that ``fully_shard`` keeps for each parameter."""
     for state in _states(module):
         for group in state._fsdp_param_groups:
             yield from group.fsdp_params
 
 
 def _states(module: torch.nn.Module) -> list[Any]:
-    """What ``fully_shard`` keeps of each of its calls for a module and its parts: ``FSDPState``."""
+    """The ``FSDPState`` of each call of ``fully_shard`` for a module and its parts."""
     states = (part._get_fsdp_state() for part in _sharded_modules(module).values())  # type: ignore[operator]
     return list(dict.fromkeys(states))
 
@@ -155,18 +156,18 @@ class ShardedUnit:
     """Parameters that ``fully_shard`` gathers together, and how.
 
     Attributes:
-        names: The parts that were given to ``fully_shard`` together.
-        of_root: Whether they are the root's.
+        names: The modules that were given to ``fully_shard`` together, by name.
+        of_root: Whether the root module is one of them.
         reshard_after_forward: The argument of ``fully_shard``.
         dtypes: The dtypes of the parameters.
         param_dtype, reduce_dtype: Those of the mixed-precision policy.
         replicas: How many groups of ranks hold a full copy, each sharded in the same way.
         reduces: Whether gradients are reduced after this backward.
-        reduces_all: Whether they are reduced between all groups of ranks, too.
+        reduces_all: Whether they are also reduced between the replicas.
         reshards: Whether gathered parameters are freed after the backward.
         prefetches: Whether the user set which units to gather ahead in the backward.
-        offloads: Whether the parameters are kept on the CPU, and computed with elsewhere.
-        output_dtype: That of the policy.
+        offloads: Whether the parameters are kept on the CPU, although another device computes with them.
+        output_dtype: That of the mixed-precision policy.
         overrides: Whether the policy differs for some of the parameters (from torch 2.15 on).
     """
 
@@ -195,13 +196,14 @@ def sharded_units(module: torch.nn.Module) -> list[ShardedUnit]:
             of_root = module in group.modules
             after = group.post_forward_mesh_info
             size = None if after is None else _shards(after)
-            given = size is not None and (size == _shards(group.mesh_info) or size)
+            # The user's argument, read back: False without a mesh after the forward, True for as many shards.
+            reshard = size is not None and (size == _shards(group.mesh_info) or size)
             units.append(
                 ShardedUnit(
                     tuple(names[part] for part in group.modules if part in names),
                     of_root,
-                    None if state._auto_reshard_after_forward and of_root else given,
-                    frozenset(one.sharded_param.dtype for one in group.fsdp_params),
+                    None if state._auto_reshard_after_forward and of_root else reshard,
+                    frozenset(param.sharded_param.dtype for param in group.fsdp_params),
                     state._mp_policy.param_dtype,
                     state._mp_policy.reduce_dtype,
                     getattr(group.mesh_info, "replicate_mesh_size", 1),
@@ -209,12 +211,12 @@ def sharded_units(module: torch.nn.Module) -> list[ShardedUnit]:
                     group.all_reduce_grads,
                     group.reshard_after_backward,
                     bool(state._states_to_backward_prefetch),
-                    any(one.offload_to_cpu for one in group.fsdp_params) and group.device.type != "cpu",
+                    any(param.offload_to_cpu for param in group.fsdp_params) and group.device.type != "cpu",
                     state._mp_policy.output_dtype,
                     any(
-                        getattr(one, "mp_policy", state._mp_policy).param_dtype
+                        getattr(param, "mp_policy", state._mp_policy).param_dtype
                         is not state._mp_policy.param_dtype
-                        for one in group.fsdp_params
+                        for param in group.fsdp_params
                     ),
                 )
             )
@@ -222,17 +224,17 @@ def sharded_units(module: torch.nn.Module) -> list[ShardedUnit]:
 
 
 class UnreducedGradients:
-    """Whole gradients that ``fully_shard`` keeps of a module until it reduces them, asked at each step."""
+    """Looks, at each step, for unsharded gradients that ``fully_shard`` keeps until it reduces them."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._parameters = list(_fully_sharded_parameters(module))
 
     def are_there(self) -> bool:
-        """Whether one is."""
+        """Whether there is one."""
         return any(
-            one.unsharded_accumulated_grad is not None
-            or getattr(getattr(one, "_unsharded_param", None), "grad", None) is not None
-            for one in self._parameters
+            param.unsharded_accumulated_grad is not None
+            or getattr(getattr(param, "_unsharded_param", None), "grad", None) is not None
+            for param in self._parameters
         )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from planner.allocator.recorded import arena_of_run, read_snapshot, recorded_run
-from planner.allocator.recorded import replay as replayed
+from planner.allocator.recorded import replay as replay_run
 from planner.allocator.settings import AllocatorSettings
 from planner.allocator.snapshot import chrome_trace, record, snapshot
 from planner.cli.builder import build
@@ -24,7 +24,7 @@ from planner.user_plan import Plan
 Settings = Annotated[
     str,
     typer.Option(
-        "--settings", metavar="CONF", help="As PYTORCH_CUDA_ALLOC_CONF, as expandable_segments:True."
+        "--settings", metavar="CONF", help="Written as PYTORCH_CUDA_ALLOC_CONF is: expandable_segments:True."
     ),
 ]
 
@@ -44,7 +44,9 @@ def snapshot_command(
     ],
     plan_path: Annotated[
         str | None,
-        typer.Option("--plan", metavar="PLAN", help="The step by this plan file; unplanned if not given."),
+        typer.Option(
+            "--plan", metavar="PLAN", help="A plan file that the step follows; without one it is not planned."
+        ),
     ] = None,
     conf: Settings = "",
     as_json: AsJson = False,
@@ -59,7 +61,7 @@ def snapshot_command(
         plan = None if plan_path is None else Plan.load(plan_path)
         if plan is not None and step.device is None:
             step = replace(step, device=plan.target.device)
-        # These import PyTorch.
+        # Imported here, as these import PyTorch: the command line must start without it.
         from planner.planning.options import PlanOptions
         from planner.planning.prepare import prepare
         from planner.problem.allocations import planned_allocations
@@ -69,11 +71,11 @@ def snapshot_command(
         with stdout_for_results(), shown_progress() as progress:
             built = build(reference, progress)
             options = PlanOptions(**step.keywords())
-            asked = read_step(
+            training_step = read_step(
                 built.model, built.args, built.kwargs, options.loss, options.outputs, of="snapshot"
             )
-            asked = replace(asked, training=True if plan is None else plan.model.training)
-            prepared = prepare(built.model, asked, options, progress=progress)
+            training_step = replace(training_step, training=True if plan is None else plan.model.training)
+            prepared = prepare(built.model, training_step, options, progress=progress)
         if prepared.device.kind != "cuda":
             raise NoAllocatorError(
                 f"on {prepared.device.name} memory is not cached: name a GPU, as --device A100-80GB"
@@ -112,7 +114,7 @@ def replay_command(
         str,
         typer.Argument(
             metavar="SNAPSHOT",
-            help="What torch.cuda.memory._dump_snapshot() wrote, with a history.",
+            help="A file of torch.cuda.memory._dump_snapshot(), with recorded history.",
             show_default=False,
         ),
     ],
@@ -120,20 +122,22 @@ def replay_command(
     other: Annotated[
         str, typer.Option("--instead", metavar="CONF", help="The settings to replay it with.")
     ] = "expandable_segments:True",
-    device: Annotated[int | None, typer.Option(help="Of several devices, which.")] = None,
+    device: Annotated[
+        int | None, typer.Option(help="The index of the device, if the file has several.")
+    ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="What the device has, as 79GiB; any amount if not given.")
+        str | None, typer.Option(help="The memory of the device, as 79GiB; unlimited if not given.")
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """What a recorded run would reserve under other settings of the caching allocator."""
+    """The bytes that a recorded run would reserve under other settings of the caching allocator."""
     with one_line_errors(debug, as_json):
         recorded_with, instead = AllocatorSettings.parse(conf), AllocatorSettings.parse(other)
         limit = None if memory is None else parse_budget(memory, 2**40).bytes
         run = recorded_run(read_snapshot(path), device)
-        before, after = (replayed(run, settings, limit) for settings in (recorded_with, instead))
-        default = replayed(run, AllocatorSettings())
+        before, after = (replay_run(run, settings, limit) for settings in (recorded_with, instead))
+        default = replay_run(run, AllocatorSettings())
         arena = arena_of_run(run)
         with_arena = default.reserved_bytes - arena.saved_bytes
         if as_json:
@@ -153,17 +157,17 @@ def replay_command(
                 }
             )
             return
-        shown, used = other or "the defaults", format_bytes(before.allocated_bytes)
+        shown, allocated = other or "the defaults", format_bytes(before.allocated_bytes)
         change = f"{format_bytes(before.reserved_bytes)} -> {format_bytes(after.reserved_bytes)} reserved"
         say(
             f"your run on device {run.device}, {len(run.events)} events, with {shown}: {change} "
-            f"({used} allocated)"
+            f"({allocated} allocated)"
         )
         recorded_bytes = format_bytes(run.peak_reserved_bytes)
         say(f"recorded were {recorded_bytes} reserved; both figures above are simulated")
         if arena.segments:
             say(f"{reserved_beforehand(arena.segments, default.reserved_bytes, with_arena)}, by the defaults")
-        for what, found in ((conf, before), (other, after)):
+        for tried, found in ((conf, before), (other, after)):
             if found.failed_at is not None:
-                with_what = what or "the defaults"
-                say(f"with {with_what}: out of memory at event {found.failed_at}")
+                settings_text = tried or "the defaults"
+                say(f"with {settings_text}: out of memory at event {found.failed_at}")

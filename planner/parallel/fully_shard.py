@@ -13,7 +13,7 @@ With ``no_sync`` the whole gradients of earlier micro-batches are there througho
 (:mod:`.unreduced`). The step then counts the most that any micro-batch allocates.
 
 From PyTorch 2.15 on a parameter's ``grad_dtype`` is the type that its gradient is reduced in, and autograd
-casts and adds up by itself: see :func:`planner._torch.distributed.autograd_adds_up`.
+casts and adds up by itself: see :func:`planner._torch.distributed.autograd_sums_micro_batches`.
 """
 
 import math
@@ -24,7 +24,7 @@ import torch
 
 from planner._torch.autograd import after_this_backward
 from planner._torch.distributed import (
-    autograd_adds_up,
+    autograd_sums_micro_batches,
     copy_for_reduction,
     is_whole_on_each_rank,
     local_gradient,
@@ -88,7 +88,9 @@ class ShardedUnits:
         elsewhere.
         """
         is_whole = self.options.no_sync and parameter.requires_grad
-        return is_whole and (autograd_adds_up() or self.reduced_in[id(parameter)] == parameter.dtype)
+        return is_whole and (
+            autograd_sums_micro_batches() or self.reduced_in[id(parameter)] == parameter.dtype
+        )
 
     def modules(self) -> Iterator[tuple[torch.nn.Module, int]]:
         """The modules of all units, each with the number of its unit; the root's is 0."""
@@ -170,7 +172,7 @@ class _Unit:
         for i, (p, dtype) in enumerate(zip(self.parameters, self._dtypes, strict=True)):
             if dtype == p.dtype or not p.requires_grad:
                 continue
-            if autograd_adds_up():
+            if autograd_sums_micro_batches():
                 p.grad_dtype = dtype
             elif options.no_sync:
                 self._unreduced[i] = torch.zeros_like(local_tensor(p.detach()), dtype=dtype)
@@ -264,7 +266,7 @@ class _Unit:
     def _keep_as_computed(self, keep: bool) -> None:
         """``_set_unsharded_grad_dtypes``: while the backward of the unit runs, autograd adds gradients of
         smaller types to larger ones without a cast, and leaves new ones in their type."""
-        if not autograd_adds_up():
+        if not autograd_sums_micro_batches():
             return
         for p, dtype in zip(self.parameters, self._dtypes, strict=True):
             if p.requires_grad and dtype.itemsize > p.dtype.itemsize and not is_whole_on_each_rank(p):
@@ -337,7 +339,7 @@ class _Unit:
             self._shared.reduced.pop(0)
         if not reduced:
             return
-        last = None if autograd_adds_up() else grads[-1]  # a variable of a loop in foreach_reduce
+        last = None if autograd_sums_micro_batches() else grads[-1]  # a variable of a loop in foreach_reduce
         reduce_dtype = self._dtypes[reduced[0]]
         shard = sum(self._elements[i] for i in reduced)
         whole = self._empty(shard * self._world, reduce_dtype)
@@ -369,7 +371,7 @@ class _Unit:
             sizes = [local_tensor(self.parameters[i]).numel() * dtype.itemsize for i in reduced]
             shared.excess.of_reduction(
                 sizes,
-                0 if autograd_adds_up() else sizes[-1],
+                0 if autograd_sums_micro_batches() else sizes[-1],
                 sum(self._elements[i] for i in reduced),
                 dtype,
                 self._original[reduced[0]],

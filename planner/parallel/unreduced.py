@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from planner._torch.distributed import autograd_adds_up, local_tensor
+from planner._torch.distributed import autograd_sums_micro_batches, local_tensor
 from planner.parallel.strategies import FSDP2
 
 
@@ -24,7 +24,7 @@ def reduced_in(
     """
     if reduce_dtype is not None:
         return reduce_dtype
-    computed = param_dtype if original.is_floating_point and not autograd_adds_up() else None
+    computed = param_dtype if original.is_floating_point and not autograd_sums_micro_batches() else None
     return computed or original
 
 

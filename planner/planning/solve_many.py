@@ -1,4 +1,4 @@
-"""Solving for many budgets of one step, sharing the work between them."""
+"""Solving one step for many budgets, which share the work."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -36,19 +36,22 @@ def solve_many(
     time_limit: float,
     progress: Progress,
 ) -> list[Solved]:
-    """The best schedules for budgets, with masks as bits and without.
+    """The best schedule for each budget: with masks as bits or whole, with values sent to the host or not.
+
+    A budget whose schedule drops nothing without these is not solved for again with them.
 
     Args:
         prepared: The step.
         wanted: The budgets.
-        constraints: What users insist on, on a graph.
+        constraints: Given a graph, the user's constraints on it.
         known: Schedules that were found before.
-        time_limit: Wall seconds for all of them.
-        progress: Called with what is being done, and how much of it is done.
+        time_limit: Wall seconds for all budgets without packing and sending. Packing takes up to half of it
+            again, and each way of sending up to a quarter.
+        progress: Called with a description of the work, and the part of it that is done.
     """
     graph = prepared.problem.graph
     offer = offered(prepared, constraints(graph))
-    share = 1.0 if offer is None else 0.5
+    plain_share = 1.0 if offer is None else 0.5  # of the progress
     plain = [
         Solved(solution, prepared.problem)
         for solution in _solutions(
@@ -58,48 +61,52 @@ def solve_many(
             constraints(graph),
             known,
             time_limit,
-            lambda text, fraction: progress(text, share * fraction),
+            lambda text, fraction: progress(text, plain_share * fraction),
         )
     ]
-    rooms = [room_bytes(budget, prepared) for budget in wanted]
-    more = [i for i, solved in enumerate(plain) if not keeps_everything(solved)]
-    for i in more:
-        room = rooms[i]
+    room_of = [room_bytes(budget, prepared) for budget in wanted]
+    dropping = [i for i, solved in enumerate(plain) if not keeps_everything(solved)]
+    for i in dropping:
+        room = room_of[i]
         offers = offers_to_send(prepared, constraints(graph), room)
         if offers:
             plain[i] = replace(plain[i], bound_covers="schedules that send nothing")
-        for sending in offers if room is not None else offers[:1]:  # the first reaches the least peaks
-            given, limit = constraints(sending.problem.graph), time_limit / 4 / len(more)
-            (answer,) = _solutions(prepared, sending, [wanted[i]], given, (), limit, progress)
+        # A budget without bytes asks for the least peak, which the first problem reaches.
+        for sending in offers if room is not None else offers[:1]:
+            its_constraints, seconds = constraints(sending.problem.graph), time_limit / 4 / len(dropping)
+            (answer,) = _solutions(prepared, sending, [wanted[i]], its_constraints, (), seconds, progress)
             plain[i] = better(plain[i], followed(prepared, sending, answer), room)
         plain[i] = bounded(prepared, plain[i], room) if offers else plain[i]
-    if offer is None or not more:
-        return _monotone(plain, rooms)
+    if offer is None or not dropping:
+        return _monotone(plain, room_of)
     answers = _solutions(
         prepared,
         offer,
-        [wanted[i] for i in more],
+        [wanted[i] for i in dropping],
         constraints(offer.problem.graph),
         (),
         time_limit / 2,
-        lambda text, fraction: progress(text, share + (1.0 - share) * fraction),
+        lambda text, fraction: progress(text, plain_share + (1.0 - plain_share) * fraction),
     )
-    for i, answer in zip(more, answers, strict=True):
+    for i, answer in zip(dropping, answers, strict=True):
         without = replace(plain[i], bound_covers="schedules that pack no masks")
-        plain[i] = better(without, followed(prepared, offer, answer), rooms[i])
-    return _monotone(plain, rooms)
+        plain[i] = better(without, followed(prepared, offer, answer), room_of[i])
+    return _monotone(plain, room_of)
 
 
-def _monotone(found: list[Solved], rooms: list[int | None]) -> list[Solved]:
-    """With what was found for a smaller budget where that is faster; the least peak that was asked for counts
-    as a budget of its own bytes."""
+def _monotone(found: list[Solved], room_of: list[int | None]) -> list[Solved]:
+    """Replace answers that are slower than the answer for a smaller budget.
+
+    A budget without bytes has no room (None). Its answer counts as one for as many bytes as its peak.
+    """
     answers = list(found)
     fastest: Solved | None = None
-    bytes_of = [found[i].solution.peak_bytes if room is None else room for i, room in enumerate(rooms)]
+    bytes_of = [found[i].solution.peak_bytes if room is None else room for i, room in enumerate(room_of)]
     for room, i in sorted((room, i) for i, room in enumerate(bytes_of)):
-        if fastest is not None and rooms[i] is not None:
+        if fastest is not None and room_of[i] is not None:
             answers[i] = better(answers[i], replace(fastest, bound_covers=answers[i].bound_covers), room)
             if answers[i].problem is fastest.problem and answers[i].solution is fastest.solution:
+                # Its bound is for the smaller budget; more memory may allow a faster schedule.
                 known = replace(fastest.solution, bound_seconds=None, status=Status.FEASIBLE)
                 answers[i] = replace(answers[i], solution=known)
         if answers[i].solution.feasible and (
@@ -120,13 +127,13 @@ def _solutions(
 ) -> list[Solution]:
     graph = prepared.problem.graph if offer is None else offer.problem.graph
     end, effort = time.perf_counter() + time_limit, prepared.options.effort
-    shares = [budget for budget in wanted if budget.max_overhead is not None]
+    by_overhead = [budget for budget in wanted if budget.max_overhead is not None]
     solved = iter(
         portfolio.sweep(
             graph,
             [room_bytes(budget, prepared) for budget in wanted if budget.max_overhead is None],
             time_limit=max(0.0, end - time.perf_counter())
-            * (len(wanted) - len(shares))
+            * (len(wanted) - len(by_overhead))
             / max(1, len(wanted)),
             progress=progress,
             constraints=constraints,
@@ -134,22 +141,22 @@ def _solutions(
             effort=effort,
         )
     )
-    each = max(0.0, end - time.perf_counter()) / max(1, len(shares))
+    seconds = max(0.0, end - time.perf_counter()) / max(1, len(by_overhead))
     solutions = [
         next(solved)
         if budget.max_overhead is None
         else solve_for(
-            graph, budget, None, portfolio.NAME, time_limit=each, effort=effort, constraints=constraints
+            graph, budget, None, portfolio.NAME, time_limit=seconds, effort=effort, constraints=constraints
         )
         for budget in wanted
     ]
-    left = max(0.0, end - time.perf_counter()) / max(1, len(solutions))
+    seconds_left = max(0.0, end - time.perf_counter()) / max(1, len(solutions))
 
     def solve(room: int, seconds: float) -> Solution:
         return portfolio.solve(graph, room, time_limit=seconds, constraints=constraints, effort=effort)
 
     total = total_bytes(prepared, offer)
     return [
-        reserving_no_more(prepared, solution, budget, solve, total, time_limit=left)
+        reserving_no_more(prepared, solution, budget, solve, total, time_limit=seconds_left)
         for solution, budget in zip(solutions, wanted, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""The backward of a followed step: what runs again as the plan says, or because a node asks for it."""
+"""The backward of a followed step: re-runs by the schedule, and on demand where a node asks otherwise."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -12,10 +12,10 @@ from planner._torch.execution.written_over import WrittenOver, is_held_alone, op
 from planner.graph.replay.rng import run_from_state
 from planner.graph.replay.rnn_reserve import with_reserve
 from planner.replay.calls import is_batch_norm, results_of, without_statistics
-from planner.replay.noted import Held, Look, Plain, among, look_at
-from planner.replay.program import Call, Run
+from planner.replay.loaded_program import LoadedProgram
+from planner.replay.noted import BelowAutograd, Held, InSlot, arguments_of, view_of
+from planner.replay.program import PlannedCall, Run
 from planner.replay.slots import Slots
-from planner.replay.steps import Steps
 
 OTHER_ORDER = (
     "the backward runs in another order than planned, as for one of several losses: what it reads is made "
@@ -30,55 +30,56 @@ HELD = (
 
 
 class Backward:
-    """The backward of a followed step: follows the schedule, and makes what a node asks for beside it.
+    """The backward of a followed step: follows the schedule, and makes on demand what the schedule lacks.
 
     Attributes:
-        followed: Whether the whole forward was as planned, as far as the plan has to do with it.
-        begun: Whether a node has asked for something.
+        followed: Whether the plan was followed through the whole forward; set when that has ended.
+        begun: Whether a node has asked for a save.
         waiting: By slot, how many saves have not been handed out.
         written: The saves that a node has written over.
     """
 
-    def __init__(self, steps: Steps, slots: Slots) -> None:
+    def __init__(self, loaded: LoadedProgram, slots: Slots) -> None:
         self.followed = self.begun = False
         self.waiting: dict[int, int] = {}
         self.written: set[int] = set()
         self._in_order = True  # the nodes ask in the order of the plan, and the schedule is followed
-        self._asked = 0  # how many saves a backward has asked for that frees what it has read
-        self._steps, self._calls, self._slots = steps, steps.calls, slots
-        self._program, self._makers = steps.program, steps.program.makers
-        self._now: tuple[Any, ...] = ()  # the settings under which a node asks
+        self._asked = 0  # the next place in `asking_order`, in a backward that frees its graph
+        self._loaded, self._calls, self._slots = loaded, loaded.calls, slots
+        self._program, self._makers = loaded.program, loaded.program.makers
+        self._settings_now: tuple[Any, ...] = ()  # PyTorch's, when the re-runs began
 
-    def before(self, save: int) -> None:
-        """Run again what the plan runs again before a save is handed out."""
+    def before_save(self, save: int) -> None:
+        """Re-run the calls that the plan has before a save is handed out."""
         self.begun = True
         program = self._program
-        if not self._in_order or (save in program.over and save not in program.order):
-            return  # of the latter, when they are asked for is of no matter
+        if not self._in_order or (save in program.written_over and save not in program.asking_order):
+            return  # a save that is only written over sets off no runs: its order does not matter
         keep = graph_is_kept()
         if not keep:
-            place = program.order.get(save, -1)
+            place = program.asking_order.get(save, -1)
             if place != self._asked and (self.followed or place < self._asked):
-                self._in_order = False  # it comes in another order: nothing more is let go of
+                self._in_order = False  # another order: from now on nothing is freed by the schedule
                 if self.followed:
-                    self._steps.tell_once("order", OTHER_ORDER)
+                    self._loaded.tell_once("order", OTHER_ORDER)
                 return
-            for passed in self._steps.in_order[self._asked : place]:  # on another path they are not asked for
+            # On another path no node asks for these saves, but later ones may need what their runs make.
+            for passed in self._loaded.in_order[self._asked : place]:
                 self._run_all(passed, keep)
                 self._let_go(program.free.get(passed, ()))
             self._asked = place + 1
         self._run_all(save, keep)
 
-    def handed_out(self, slot: int) -> torch.Tensor:
-        """What is in a slot for a save that is handed out."""
-        base = self._slots.taken(slot)
+    def value_for_save(self, slot: int) -> torch.Tensor:
+        """The tensor of a slot, re-made if need be, for a save that is handed out."""
+        base = self._slots.checked(slot)
         if base is None:
-            base = self._made(slot)
+            base = self._make_on_demand(slot)
         self.waiting[slot] -= 1
         return base
 
-    def after(self, save: int, slot: int = -1) -> None:
-        """Let go of what the plan lets go of behind a save."""
+    def after_save(self, save: int, slot: int = -1) -> None:
+        """Free the slots that the plan frees once a save is handed out."""
         if graph_is_kept():
             return
         if self._in_order:
@@ -87,20 +88,21 @@ class Backward:
             self._slots.tensors[slot] = None
 
     def for_node(self, save: int, tensor: torch.Tensor, slot: int = -1) -> torch.Tensor:
-        """What a node gets of a save: something to write its result over, where it does by the plan and
-        nothing else reads the memory."""
-        planned = save in self._program.over and self.followed and self._in_order
+        """The tensor that a node gets for a save: one that the node's result is written over, where the plan
+        says so and nothing else holds the memory."""
+        planned = save in self._program.written_over and self.followed and self._in_order
         if not planned or graph_is_kept() or torch.is_grad_enabled():
             return tensor
         if not engine_asks():
-            self._steps.tell_once("held", HELD)
+            self._loaded.tell_once("held", HELD)
             return tensor
         once = operators_run_once()
 
-        def may_write() -> bool:  # what the node asks for later may be made of it
+        def may_write() -> bool:  # asked when the node writes: its next save may be made of this tensor
+            # ``beside``: the :class:`WrittenOver` that the node gets holds the storage, too.
             alone = once and self._slots.tensors.get(slot) is None and is_held_alone(tensor, beside=1)
             if not alone:
-                self._steps.tell_once("held", HELD)
+                self._loaded.tell_once("held", HELD)
             else:
                 self.written.add(save)
             return alone
@@ -108,24 +110,24 @@ class Backward:
         return WrittenOver.of(tensor, may_write)
 
     def _let_go(self, slots: Iterable[int]) -> None:
-        """Let go of slots. On another path more may be made on demand than planned: what the forward left
-        there, and no noted call makes, stays."""
-        there, bits = self._slots, self._steps.bits
+        """Free slots. On another path nodes may ask for more than planned: a slot that the forward filled
+        then stays if no noted call can make it again."""
+        held, bits = self._slots, self._loaded.bits
         for slot in slots:
-            if self.followed or not (slot in bits or slot in there.kept) or there.can_be_made(slot):
-                there.tensors[slot] = None
+            if self.followed or not (slot in bits or slot in held.kept) or held.can_be_made(slot):
+                held.tensors[slot] = None
 
-    # ---- what runs again ------------------------------------------------------------------------------
+    # ---- re-runs of the schedule --------------------------------------------------------------------------
 
     def _run_all(self, save: int, keep: bool) -> None:
         if runs := self._program.runs.get(save):
-            self._now = settings()
-            with Plain():
+            self._settings_now = settings()
+            with BelowAutograd():
                 for run in runs:
                     self._run(run)
                     if not keep:
                         self._let_go(run.free)
-                        for call in run.done if self.followed else ():
+                        for call in run.last_runs if self.followed else ():
                             self._slots.recipes.pop(call, None)
 
     def _run(self, run: Run) -> None:
@@ -135,31 +137,32 @@ class Backward:
                 bits = slots.tensors.get(run.bits)
                 if bits is not None:
                     slots.put(slot, slots.masks[slot].unpacked(bits))
-        elif all(call in slots.recipes for call in run.calls):  # an earlier backward may have let go of it
+        elif all(call in slots.recipes for call in run.calls):  # else an earlier backward has freed them
             made = self._results(run.calls)
             for j, slot in run.store:
                 if j < len(made):
                     slots.put(slot, made[j])
 
-    def _results(self, calls: Sequence[int], others: dict[int, torch.Tensor] | None = None) -> list[Any]:
-        """The results of a call and of those that write over them."""
-        own: dict[int, torch.Tensor] = {} if others is None else others
+    def _results(self, calls: Sequence[int], made: dict[int, torch.Tensor] | None = None) -> list[Any]:
+        """Run a call, then those that write over its results; returns the results. The calls read ``made``,
+        tensors by slot, before the slots themselves."""
+        own: dict[int, torch.Tensor] = {} if made is None else made
         for position, slots in self._call(calls[0]).before:
-            first = self._out(position, own)
+            first = self._run_call(position, own)
             own = {**own, **{slot: first[j] for j, slot, _ in self._call(position).results if slot in slots}}
             del first
-        made = self._out(calls[0], own)
+        results = self._run_call(calls[0], own)
         if len(calls) > 1:
-            own = {**own, **{slot: made[j] for j, slot, _ in self._call(calls[0]).results}}
+            own = {**own, **{slot: results[j] for j, slot, _ in self._call(calls[0]).results}}
             for position in calls[1:]:
-                self._out(position, own)
-        return made
+                self._run_call(position, own)
+        return results
 
-    def _out(self, position: int, own: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-        """What one call returns that runs again."""
+    def _run_call(self, position: int, own: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Run one noted call again; returns the tensors that it returns."""
         recipe = self._slots.recipe(position)
-        args = [self._given(a, own) for a in recipe.args]
-        kwargs = {k: self._given(v, own) for k, v in recipe.kwargs.items()} if recipe.kwargs else {}
+        args = [self._argument(a, own) for a in recipe.args]
+        kwargs = {k: self._argument(v, own) for k, v in recipe.kwargs.items()} if recipe.kwargs else {}
         func = recipe.func
         if is_batch_norm(func):
             args = list(without_statistics(tuple(args)))
@@ -167,48 +170,48 @@ class Backward:
             func = partial(with_reserve, func)
         elif recipe.state is not None:
             func = partial(run_from_state, *recipe.state, func)
-        if recipe.settings == self._now:
+        if recipe.settings == self._settings_now:
             out = func(*args, **kwargs)
         else:
             with set_as(recipe.settings):
                 out = func(*args, **kwargs)
         return list(results_of(out))
 
-    def _call(self, position: int) -> Call:
+    def _call(self, position: int) -> PlannedCall:
         call = self._calls[position]
         assert call is not None
         return call
 
-    def _given(self, noted: Any, own: dict[int, torch.Tensor]) -> Any:
-        if type(noted) is Look:
+    def _argument(self, noted: Any, own: dict[int, torch.Tensor]) -> Any:
+        if type(noted) is InSlot:
             base = own.get(noted.slot)
             if base is None:
-                base = self._slots.taken(noted.slot)
+                base = self._slots.checked(noted.slot)
             if base is None:
-                base = self._made(noted.slot)
-            return look_at(base, noted.geometry)
+                base = self._make_on_demand(noted.slot)
+            return view_of(base, noted.geometry)
         if type(noted) is Held:
-            return noted.there()
+            return noted.read()
         if type(noted) is list:
-            return [self._given(one, own) for one in noted]
+            return [self._argument(part, own) for part in noted]
         return noted
 
-    # ---- what the schedule has not made ---------------------------------------------------------------
+    # ---- values on demand, beside the schedule -----------------------------------------------------------
 
-    def _made(self, slot: int) -> torch.Tensor:
-        """A value that is asked for where the schedule has not made it: whatever that needs is made, too."""
-        if (there := self._slots.there(slot)) is not None:
-            return there
-        order = self._order(slot)
+    def _make_on_demand(self, slot: int) -> torch.Tensor:
+        """The tensor of a slot that the schedule has not made; values that it is made of are made, too."""
+        if (present := self._slots.checked_or_unpacked(slot)) is not None:
+            return present
+        order = self._calls_that_make(slot)
         read_last: dict[int, int] = {slot: len(self._calls)}
-        for position, every in order.items():
-            for look in (look for c in every for look in self._read_by(c)):
-                read_last[look.slot] = max(read_last.get(look.slot, -1), position)
+        for position, calls in order.items():
+            for view in (view for call in calls for view in self._read_by(call)):
+                read_last[view.slot] = max(read_last.get(view.slot, -1), position)
         found: dict[int, torch.Tensor] = {}
-        self._now = settings()
-        with Plain():
-            for position, every in order.items():
-                results = self._results(every, found)
+        self._settings_now = settings()
+        with BelowAutograd():
+            for position, calls in order.items():
+                results = self._results(calls, found)
                 for j, s, _ in self._call(position).results:
                     found[s] = results[j]
                     if self.waiting.get(s, 0) > 0 and not self._in_order:
@@ -218,23 +221,24 @@ class Backward:
                     del found[s]
         return found[slot]
 
-    def _read_by(self, position: int) -> Iterator[Look]:
-        """The noted values that a call reads, with the calls that run right before it, for it alone."""
+    def _read_by(self, position: int) -> Iterator[InSlot]:
+        """The slots that a call reads, and those read by the calls that run right before it, for it alone."""
         before = dict(self._call(position).before)
         own = {slot for slots in before.values() for slot in slots}
         for call in (*before, position):
-            yield from (look for look in among(self._slots.recipe(call), Look) if look.slot not in own)
+            views = arguments_of(self._slots.recipe(call), InSlot)
+            yield from (view for view in views if view.slot not in own)
 
-    def _order(self, slot: int) -> dict[int, list[int]]:
-        """The calls that make a value and what that needs, in order, each with those that write over it."""
+    def _calls_that_make(self, slot: int) -> dict[int, list[int]]:
+        """The calls that make a slot and the slots that these read, in order, each with its writers."""
         needed, pending = {slot}, [slot]
         while pending:
             for position in self._makers[pending.pop()]:
-                for look in self._read_by(position):
-                    if look.slot not in needed and self._slots.there(look.slot) is None:
-                        needed.add(look.slot)
-                        pending.append(look.slot)
+                for view in self._read_by(position):
+                    if view.slot not in needed and self._slots.checked_or_unpacked(view.slot) is None:
+                        needed.add(view.slot)
+                        pending.append(view.slot)
         return {
             position: sorted({c for _, s, _ in self._call(position).results for c in self._makers.get(s, ())})
-            for position in sorted({self._makers[one][0] for one in needed})
+            for position in sorted({self._makers[read][0] for read in needed})
         }

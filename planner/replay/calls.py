@@ -1,7 +1,7 @@
-"""Which calls of operators are counted, in the recording of a step and in every planned step alike.
+"""The operator calls that are counted, in the recording of a step and in every planned step alike.
 
-A plan names a call by its position among the calls of the module's forward. Views are left out: they make
-nothing, and a tensor that is made again takes the place in its storage that it had.
+A plan names a call by its position among the counted calls of the module's forward. Views are not counted:
+they allocate nothing, and a node gets its view of a storage that is made again by sizes, strides and offset.
 """
 
 import functools
@@ -19,34 +19,29 @@ from planner.training_step.user_lines import is_users_file
 aten = torch.ops.aten
 
 QUERIES = ("prim::device", "aten::sym_size", "aten::sym_stride", "aten::size", "aten::stride")
-"""What a tensor of a subclass is asked, which looks like a call of an operator."""
+"""Queries of a tensor subclass, which a dispatch mode sees as calls of operators."""
 
 DETACH = aten.detach.default
-"""What autograd calls where a node asks for its own result."""
-_MADE_ELSEWHERE = frozenset({aten.lift_fresh.default, aten.lift.default})
+"""The operator that autograd calls when it unpacks a node's own result."""
+_LIFTS = frozenset({aten.lift_fresh.default, aten.lift.default})
 _BATCH_NORMS = frozenset(
     getattr(aten, name).default
-    for name in (
-        "native_batch_norm",
-        "_native_batch_norm_legit",
-        "cudnn_batch_norm",
-        "miopen_batch_norm",
-    )
+    for name in ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm")
     if hasattr(aten, name)
 )
-"""Their arguments begin with input, weight, bias, running mean, running variance."""
+"""Their arguments begin with input, weight, bias, running mean, running variance, training."""
 _STATISTICS_FROM = {
     aten.batch_norm_update_stats.default: 1,
     aten.batch_norm_gather_stats.default: 3,
     aten.batch_norm_gather_stats_with_counts.default: 3,
 }
-"""Where the arguments of parts of a normalisation across ranks have the statistics that they update."""
+"""Parts of a normalisation across ranks that update running statistics: from which argument these begin."""
 _RESHAPES_STORAGE = frozenset(
     {"aten::resize_", "aten::set_", "aten::resize_as_", "inductor::resize_storage_bytes_"}
 )
 
 COUNTED: dict[Any, bool] = {}
-"""What :func:`is_counted` has said."""
+"""The answers of :func:`is_counted` so far."""
 
 
 def is_counted(func: Any) -> bool:
@@ -56,14 +51,14 @@ def is_counted(func: Any) -> bool:
         known = COUNTED[func] = (
             operators.is_operator(func)
             and not func.is_view
-            and func not in _MADE_ELSEWHERE
+            and func not in _LIFTS  # these hand on a tensor that Python made
             and operators.name_of(func) not in QUERIES
         )
     return known
 
 
 def tensors_among(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors among arguments or results of an operator, in order; of sparse ones none."""
+    """The tensors among arguments or results of an operator, in order, without sparse ones."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if value.layout not in SPARSE:
@@ -86,19 +81,19 @@ def operands_of(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 
 @functools.cache
 def is_factory(func: Any) -> bool:
-    """Whether Python gets a copy of the result that counts its writes by itself, as of ``torch.zeros``."""
+    """Whether Python gets a tensor with another version counter than the result, as of ``torch.zeros``."""
     return operators.takes_pinning(func)
 
 
 def is_batch_norm(func: Any) -> bool:
-    """Whether an operator updates running statistics, which its schema need not say."""
+    """Whether an operator updates running statistics; not every schema says so."""
     return func in _BATCH_NORMS
 
 
 def statistics_of(func: Any, args: Any) -> list[torch.Tensor]:
     """The running statistics that a batch normalisation in training updates.
 
-    Neither its schema says so nor the tensors' count of writes (the kernels write to the memory itself).
+    Neither the schema nor the version counters tell of it: the kernels write to the memory itself.
     """
     if is_batch_norm(func):
         return list(tensors_among(args[3:5])) if args[5] else []
@@ -107,10 +102,8 @@ def statistics_of(func: Any, args: Any) -> list[torch.Tensor]:
 
 
 def without_statistics(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a batch normalisation that runs again: the first run has updated the statistics.
-
-    In evaluation it reads them, and writes none.
-    """
+    """The arguments of a batch normalisation that runs again. In training it must not update the running
+    statistics twice; in evaluation it only reads them."""
     return args if not args[5] else (*args[:3], None, None, *args[5:])
 
 
@@ -127,8 +120,8 @@ def written_operands(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 @functools.cache
 def draws(func: Any) -> bool:
-    """Whether an operator draws random numbers, or may. Attention on the CPU is declared to, and draws none:
-    with dropout PyTorch makes it of other operators."""
+    """Whether an operator may draw random numbers. The tag of the CPU's attention says so, but it draws none:
+    with dropout PyTorch calls other operators."""
     return operators.may_draw(func) and operators.name_of(func) != (
         "aten::_scaled_dot_product_flash_attention_for_cpu"
     )
@@ -150,13 +143,13 @@ def can_run_again(func: Any) -> bool:
         or name in ("aten::_local_scalar_dense", "aten::_assert_async", "aten::record_stream")
         or func is aten._cudnn_rnn.default
         or func in operators.KEPT_BY_PYTORCH
-        or func in _STATISTICS_FROM
+        or func in _STATISTICS_FROM  # statistics would be updated twice
         or name == "aten::_batch_norm_with_update"
     )
 
 
 def users_line(within: CodeType) -> str | None:
-    """The innermost line of the user's code that is running, inside of a call of a function of ours."""
+    """The user's innermost running line, inside of a call of a function of ours; None where there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not within:
         file = frame.f_code.co_filename

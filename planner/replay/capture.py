@@ -1,4 +1,4 @@
-"""The training step of a module, recorded for being followed by replaying."""
+"""Recording a module's training step for a plan that is followed by replaying."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -16,11 +16,12 @@ from planner.training_step.step import Step
 
 @dataclass
 class ReplayedStep(CapturedStep):
-    """A step that no graph was captured of.
+    """A step that was recorded without graphs.
+
+    The recording ``compiled`` holds no saved tensor, ``eager`` holds all of them.
 
     Attributes:
-        saved: What its calls are, and what autograd saves and asks for. ``compiled`` is the recording in
-            which nothing saved is held, ``eager`` the one in which all is.
+        saved: Its calls, and the tensors that autograd saves and asks for.
         otherwise_rounded: As of :class:`planner.training_step.recorder.StepRecorder`.
     """
 
@@ -49,14 +50,9 @@ def capture_replayed(
         return make
 
     captured = record_saving(
-        module,
-        step,
-        recorder_of,
-        AroundForward,
-        progress,
-        cuda=cuda,
-        accumulate=accumulate,
-        rank=rank,
+        module, step, recorder_of, AroundForward, progress, cuda=cuda, accumulate=accumulate, rank=rank
     )
-    there = {f.name: getattr(captured, f.name) for f in fields(captured)}
-    return ReplayedStep(**there, saved=recorders[-1].saved, otherwise_rounded=recorders[-1].otherwise_rounded)
+    inherited = {f.name: getattr(captured, f.name) for f in fields(captured)}
+    return ReplayedStep(
+        **inherited, saved=recorders[-1].saved, otherwise_rounded=recorders[-1].otherwise_rounded
+    )

@@ -1,8 +1,7 @@
-"""Masks of a step that is followed by replaying, kept as bits, eight elements to a byte.
+"""Masks of a replayed step that are kept as bits, eight elements to a byte.
 
-Dropout's noise (:mod:`planner._torch.execution.noise_operators`) and the booleans that comparisons leave.
-
-After Gist (Jain et al., ISCA 2018), which encodes what is kept and recomputes nothing.
+These are dropout's noise (:mod:`planner._torch.execution.noise_operators`) and results of comparisons. After
+Gist (Jain et al., ISCA 2018), which encodes kept tensors and recomputes nothing.
 """
 
 from collections.abc import Sequence
@@ -35,15 +34,12 @@ _DIVIDED = aten.div_.Scalar
 def is_noise(names: Sequence[str]) -> bool:
     """Whether operators of these names, one after the other on the same memory, make dropout's noise."""
     first, *rest = names if names else ("",)
-    return first in map(str, _MADE_EMPTY) and rest in (
-        [str(_DRAWN)],
-        [str(_DRAWN), str(_DIVIDED)],
-    )
+    return first in map(str, _MADE_EMPTY) and rest in ([str(_DRAWN)], [str(_DRAWN), str(_DIVIDED)])
 
 
-def kept_by(func: Any, out: Any, args: Sequence[Any]) -> float | None:
-    """What the elements of a mask are that are not zero, by the call that made it or wrote it last; None
-    where it can be no mask."""
+def nonzero_value(func: Any, out: Any, args: Sequence[Any]) -> float | None:
+    """The value of a mask's elements other than zero, given the operator that made it or wrote it last; None
+    where the result can be no mask."""
     if not isinstance(out, torch.Tensor) or out.dtype not in _TYPES:
         return None
     if func is _DRAWN:
@@ -56,19 +52,15 @@ def kept_by(func: Any, out: Any, args: Sequence[Any]) -> float | None:
 
 
 def find_masks(
-    captured: ReplayedStep,
-    problem: ReplayProblem,
-    device: Device,
-    meter: WorkspaceMeter | None,
-    costs: Costs,
+    captured: ReplayedStep, problem: ReplayProblem, device: Device, meter: WorkspaceMeter | None, costs: Costs
 ) -> tuple[Packing, ...]:
-    """The masks of a problem that can be kept as bits; on the CPU only."""
+    """The masks of a problem that can be kept as bits; none on a GPU."""
     if device.kind != "cpu":
         return ()
     graph, calls, outputs = problem.graph, captured.compiled.calls, captured.compiled.outputs
     found: list[tuple[BaseOp, Any, BaseOp, torch.Tensor, float]] = []
-    again = np.unique(graph.recompute_row[graph.recompute_row >= 0])
-    for base in listed(BaseOp, graph.base_of[again]):
+    reruns = np.unique(graph.recompute_row[graph.recompute_row >= 0])
+    for base in listed(BaseOp, graph.base_of[reruns]):
         results = [v for v in graph.ops[base].outputs if not graph.values[v].on_demand]
         of_calls = problem.calls_of[base]
         numbers = [captured.compiled.events[event].call for event in of_calls]
@@ -79,18 +71,18 @@ def find_masks(
             continue
         known = [calls[n] for n in numbers]  # type: ignore[index]
         one_or_noise = len(known) == 1 or is_noise([str(call.func) for call in known])
-        kept = kept_by(known[-1].func, made, known[-1].args) if one_or_noise else None
-        if kept is None or made.numel() < LEAST_ELEMENTS:
+        nonzero = nonzero_value(known[-1].func, made, known[-1].args) if one_or_noise else None
+        if nonzero is None or made.numel() < LEAST_ELEMENTS:
             continue
-        found.append((base, results[0], base_op(problem.row_of_event[of_calls[-1]]), made, kept))
-    taken: list[tuple[Call, torch.Tensor]] = []  # for each mask packing, and unpacking, with what they return
-    for _, _, _, made, kept in found:
+        found.append((base, results[0], base_op(problem.row_of_event[of_calls[-1]]), made, nonzero))
+    measured: list[tuple[Call, torch.Tensor]] = []  # two of each mask: packing and unpacking, with results
+    for _, _, _, made, nonzero in found:
         with fake.mode_of([made]):
             bits = torch.empty((made.numel() + 7) // 8, dtype=torch.uint8, device=made.device)
-        taken.append((Call(PACK_NOISE, (made, kept)), bits))
-        taken.append((Call(UNPACK_NOISE, (bits, made.numel(), made.dtype, kept)), made))
-    memories = [NOT_RUN] * len(taken) if meter is None else meter.measure([call for call, _ in taken])
-    seconds = [costs.seconds(call.func, call.args, call.kwargs, out) for call, out in taken]
+        measured.append((Call(PACK_NOISE, (made, nonzero)), bits))
+        measured.append((Call(UNPACK_NOISE, (bits, made.numel(), made.dtype, nonzero)), made))
+    memories = [NOT_RUN] * len(measured) if meter is None else meter.measure([call for call, _ in measured])
+    seconds = [costs.seconds(call.func, call.args, call.kwargs, out) for call, out in measured]
     return tuple(
         Packing(
             base,

@@ -1,4 +1,4 @@
-"""What a followed step notes of its forward, to run calls of it again: arguments, states, masks as bits."""
+"""What a followed forward notes to run its calls again: arguments, generator states, masks as bits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +15,8 @@ from planner.replay.calls import operands_of
 Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype]
 
 
-def changed(tensor: torch.Tensor) -> InputsChanged:
-    """The error where what a plan reads again was changed since the forward."""
+def changed_error(tensor: torch.Tensor) -> InputsChanged:
+    """The error for a tensor that a re-run reads and that was changed since the forward."""
     return InputsChanged(
         f"a tensor of shape {tuple(tensor.shape)} that the plan reads again in the backward was changed in "
         "place after the forward read it: change a copy, or after the backward"
@@ -24,12 +24,12 @@ def changed(tensor: torch.Tensor) -> InputsChanged:
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """How a tensor lies in its storage."""
+    """Sizes, strides, offset and type of a tensor."""
     return tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
 
 
-class Look:
-    """How a tensor lies in a slot."""
+class InSlot:
+    """A noted argument that lies in a slot."""
 
     __slots__ = ("geometry", "slot")
 
@@ -39,14 +39,15 @@ class Look:
 
 
 class Held:
-    """A tensor that a call reads and that is there throughout, at the version that it had."""
+    """A noted argument that is held itself, as a parameter is, and the version that it had."""
 
     __slots__ = ("memory", "owner", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.memory = storage_number(tensor.untyped_storage())
         self.version = 0 if tensor.is_inference() else tensor._version
-        # Inside of a dispatch mode an alias counts its writes by itself, but for one of a leaf.
+        # Held without history. Inside of a dispatch mode ``detach()`` makes an alias with its own version
+        # counter: so for a view of a leaf the leaf's counter is asked.
         self.owner = self.tensor = tensor
         if tensor.grad_fn is not None:
             base = tensor._base
@@ -55,10 +56,11 @@ class Held:
             else:
                 self.owner = self.tensor = alias(tensor)
 
-    def there(self) -> torch.Tensor:
+    def read(self) -> torch.Tensor:
+        """The tensor, if it is as it was in the forward, and has memory."""
         written = not self.owner.is_inference() and self.owner._version != self.version
         if written or storage_number(self.tensor.untyped_storage()) != self.memory:
-            raise changed(self.tensor)
+            raise changed_error(self.tensor)
         if self.tensor.numel() and not self.tensor.untyped_storage().nbytes():
             raise InputsChanged(
                 f"a tensor of shape {tuple(self.tensor.shape)} that the plan reads again in the backward has "
@@ -69,7 +71,7 @@ class Held:
 
 
 class Recipe:
-    """A call with its arguments, the state of generators, and how PyTorch was set: it can run again."""
+    """A noted call: operator, arguments, generator state and PyTorch's settings, so that it can run again."""
 
     __slots__ = ("args", "func", "kwargs", "settings", "state")
 
@@ -78,24 +80,25 @@ class Recipe:
 
 
 class Mask:
-    """A mask that is kept as bits, and what its elements are that are not zero."""
+    """The form of a mask that is kept as bits: each element is zero or ``nonzero``."""
 
-    __slots__ = ("count", "dtype", "kept")
+    __slots__ = ("count", "dtype", "nonzero")
 
-    def __init__(self, mask: torch.Tensor, kept: float) -> None:
-        self.count, self.dtype, self.kept = mask.numel(), mask.dtype, kept
+    def __init__(self, mask: torch.Tensor, nonzero: float) -> None:
+        self.count, self.dtype, self.nonzero = mask.numel(), mask.dtype, nonzero
 
     def unpacked(self, bits: torch.Tensor) -> torch.Tensor:
-        return noise_operators.unpack(bits, self.count, self.dtype, self.kept)
+        return noise_operators.unpack(bits, self.count, self.dtype, self.nonzero)
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without history, with the same count of writes; inside of a dispatch mode."""
+    """The same memory without history; the version counter is shared. For use inside of a dispatch mode."""
     with enable_reentrant_dispatch(), torch.no_grad():
         return tensor.detach()
 
 
-def look_at(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+def view_of(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """The tensor of such a geometry in the storage of another."""
     size, stride, offset, dtype = geometry
     if base.dtype is dtype:
         return base.as_strided(size, stride, offset)
@@ -103,28 +106,28 @@ def look_at(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     return made.set_(base.untyped_storage(), offset, size, stride)
 
 
-def among(recipe: Recipe, kind: type) -> list[Any]:
-    """The noted arguments of a kind."""
+def arguments_of(recipe: Recipe, kind: type) -> list[Any]:
+    """The arguments of a recipe that are of one kind, in lists too."""
     found: list[Any] = []
     pending = [*recipe.args, *(recipe.kwargs or {}).values()]
     while pending:
-        one = pending.pop()
-        if type(one) is kind:
-            found.append(one)
-        elif type(one) is list:
-            pending += one
+        argument = pending.pop()
+        if type(argument) is kind:
+            found.append(argument)
+        elif type(argument) is list:
+            pending += argument
     return found
 
 
-def state_of_generators(args: Any, kwargs: Any) -> tuple[torch.Tensor, str, int | None]:
-    """The state of the generators that an operator draws from, and whose they are."""
+def rng_state(args: Any, kwargs: Any) -> tuple[torch.Tensor, str, int | None]:
+    """The state of the generator that an operator draws from, and the type and index of its device."""
     tensor = next(operands_of(args, kwargs), None)
     device = torch.device("cpu") if tensor is None else tensor.device
     return generator_state(device.type, device.index), device.type, device.index
 
 
-class Plain:
-    """A context in which operators run as below autograd in the forward: nothing is saved or cast."""
+class BelowAutograd:
+    """A context in which operators run as below autograd in the forward: without saves and autocast."""
 
     def __enter__(self) -> None:
         self._grad = torch.no_grad()

@@ -1,19 +1,18 @@
-"""From a step that is followed by replaying to the problem that solvers see.
+"""From a step that is recorded for replay to the problem that solvers see.
 
 Rows are the calls of the forward, then those of the backward in the engine's order. A row before which nodes
-ask for saved tensors is an *entry*: there, and only there, calls of the forward can run again. All other rows
-of the backward are outside of any region, as code between graphs is.
+ask for saved tensors is an *entry*: calls of the forward can run again there, and only there. All other rows
+of the backward are glue, which belongs to no region.
 
-A storage of the forward lives until Python lets go of it, whatever the plan says. Where the plan keeps it for
-a node it lives until autograd lets go of it, which is modelled as a read by the last row of that node.
+A storage of the forward lives at least until Python frees it, whatever the plan says. If the plan keeps it
+for a node, it lives until autograd frees it: the node's last row reads it.
 
-A tensor that autograd saves and no node of the step asks for, as of an output that the loss does not use, is
-dropped where it can be made of what is there to the end: a backward of another loss makes it on demand.
+A saved tensor that no node of the step asks for, as of an output that the loss does not use, is dropped if it
+can be made of values that live to the end; a backward of another loss makes it on demand.
 
-Where ``fully_shard`` shards parts of the module, each of its units is a region: a call of a unit runs again
-only where nodes of that unit ask, and what units other than the root hand to others is kept. So whatever is
-made again, in whatever order a backward asks for it, reads parameters of the unit whose nodes run, and of the
-root, which are gathered then.
+Each unit of ``fully_shard`` is a region. A call of a unit runs again only where nodes of that unit ask, and
+a value that a unit other than the root hands to another is kept. So a re-run reads parameters of the unit
+whose nodes run, and of the root: both are gathered then, in whatever order a backward asks.
 """
 
 import hashlib
@@ -39,7 +38,7 @@ from planner.problem.build import Problem
 from planner.problem.rows import Source
 from planner.replay.calls import DETACH, draws
 from planner.replay.capture import ReplayedStep
-from planner.replay.recorder import Made
+from planner.replay.recorder import CallDetails
 from planner.replay.repeatable import Repeatable
 from planner.replay.units import ROOT
 from planner.training_step.recorder import Event
@@ -51,7 +50,7 @@ from solvers.model.schedule import simulate
 
 @dataclass(frozen=True, slots=True)
 class ReplayOp:
-    """A row as plan files name it, with the fields that an operation of a captured graph has."""
+    """A row as plan files name it, with the fields of a captured graph's operation."""
 
     index: int
     name: str
@@ -62,13 +61,12 @@ class ReplayOp:
 
 @dataclass
 class ReplayGraph:
-    """What stands in the place of a captured graph: the calls of the module's forward, then the entries of
-    the backward.
+    """The calls of the module's forward, then the entries of the backward, in the place of a captured graph.
 
     Attributes:
         ops: Both, in order.
-        forward_length: How many are calls of the forward.
-        fingerprint: Identifies them together with their sizes.
+        forward_length: The number of calls of the forward.
+        fingerprint: Identifies the operators and their sizes.
         structure: Identifies the operators.
     """
 
@@ -83,16 +81,17 @@ class ReplayProblem(Problem):
     """A problem whose schedules are followed by replaying.
 
     Attributes:
-        replayed: What its rows are.
-        wiring: How they are put together, whatever the schedule; values are those of the problem.
-        calls_of: For rows that may run again the events that then happen: its own, and those that write over
-            its results. Of the problem in which nothing is packed.
-        row_of_event: The row of each event. Of the same problem.
-        number_bytes: By operation, what Python numbers take that only a dispatch mode makes tensors of.
-        written_over: The rows whose result is written over what they read. It is an output of the next row,
-            which does nothing else, so that it takes memory only where the operand no longer does. With the
-            value that they read, and the row up to which a node holds that otherwise.
-        following_seconds: Of a plan that drops something; others run the module as it is.
+        replayed: The calls and entries that its rows are.
+        wiring: The values that calls read and make, whatever the schedule; numbered as in this problem.
+        calls_of: For each row that may run again, the events that this repeats: its own, and those that write
+            over its results. Rows are numbered as in the problem without packed masks.
+        row_of_event: The row of each event, numbered in the same way.
+        number_bytes: By operation, the bytes of Python numbers that PyTorch makes tensors of only under a
+            dispatch mode.
+        written_over: The rows whose result is written over a value that they read, with the last row at which
+            the node would otherwise hold that value, and the value. The result is an output of the next row,
+            which does nothing else: so it takes memory only once the operand takes none.
+        following_seconds: The host's seconds for a plan that drops something; others run the module as it is.
     """
 
     replayed: ReplayGraph = field(default_factory=ReplayGraph)
@@ -103,27 +102,27 @@ class ReplayProblem(Problem):
     written_over: Mapping[BaseOp, tuple[BaseOp, ValueId]] = field(default_factory=dict)
 
     def as_it_runs(self, schedule: Schedule, room: int | None = None) -> "ReplayProblem":
-        """The problem of a plan for a dynamic peak. One that drops nothing, and fits all the same, runs as it
-        is, without a dispatch mode."""
+        """The problem as a schedule runs. One that drops nothing runs the module as it is, if its peak is
+        then at most ``room``: without a dispatch mode, and without results written over others."""
         graph = self.graph
         if len(schedule) > graph.base_length or not (self.number_bytes or self.written_over):
             return self
-        less = [self.number_bytes.get(s.op, 0) if s.graph >= 0 else 0 for s in self.sources]
+        numbers = [self.number_bytes.get(s.op, 0) if s.graph >= 0 else 0 for s in self.sources]
         ops = [
             replace(op, workspace_bytes=op.workspace_bytes - n)
-            for op, n in zip(graph.ops, less, strict=False)
+            for op, n in zip(graph.ops, numbers, strict=False)
         ]
         for row, (last, value) in self.written_over.items():
             ops[row], ops[row + 1] = with_outputs_of(ops[row], ops[row + 1])
             ops[last] = replace(ops[last], inputs=tuple(sorted({*ops[last].inputs, value})))
         graph = replace(graph, ops=(*ops, *graph.ops[graph.base_length :]))
         peak_bytes = simulate(graph, schedule).peak_bytes
-        most = simulate(self.graph, schedule).peak_bytes if room is None and self.written_over else room
-        dropped = peak_bytes < self.eager.peak_bytes or (most is not None and most < peak_bytes)
-        return self if dropped else replace(self, graph=graph)
+        limit = simulate(self.graph, schedule).peak_bytes if room is None and self.written_over else room
+        drops_some = peak_bytes < self.eager.peak_bytes or (limit is not None and limit < peak_bytes)
+        return self if drops_some else replace(self, graph=graph)
 
     def backward_sequences(self, captured: Any, schedule: Any) -> list[list[list[int]]]:
-        """What the backward runs under a schedule: entries, and calls of the forward that run again."""
+        """The rows of the backward under a schedule: entries, and calls of the forward that run again."""
         rows = [self.sources[int(self.graph.base_of[row])] for row in schedule.tolist()]
         sequence = [source.op for source in rows if source.graph >= 0]
         return [[sequence[self.replayed.forward_length :]]]
@@ -133,11 +132,11 @@ class ReplayProblem(Problem):
 def build_replayed(
     captured: ReplayedStep, device: Device, meter: Workspaces | None, costs: Costs | None = None
 ) -> ReplayProblem:
-    """Make of a recorded step the problem that solvers see.
+    """Make the solvers' problem of a recorded step.
 
     Args:
         captured: The step.
-        device: For seconds and rounding.
+        device: For the rounding of sizes, and for the host's seconds.
         meter: Measures the workspace of every distinct operation by running it; None counts none.
         costs: Seconds of operations; None for the device's roofline.
     """
@@ -148,7 +147,7 @@ def build_replayed(
     graph = builder.graph(meter, costs, python.again)
     eager = eager_timeline(captured.eager, device, meter, costs)
     saved = captured.saved
-    left = sum(
+    left_bytes = sum(
         graph.values[v].bytes for s, v in builder.value_of.items() if builder.storages[s].died_after is None
     )
     captured.graphs[:] = [CapturedGraph(builder.replayed.structure, 0, 1, GraphSpec(), builder.replayed)]  # type: ignore[arg-type]
@@ -156,13 +155,13 @@ def build_replayed(
         graph,
         builder.sources,
         eager,
-        left,
+        left_bytes,
         replayed=builder.replayed,
         wiring=builder.wiring(),
         calls_of=builder.calls_of,
         row_of_event={row.event: base_op(i) for i, row in enumerate(builder.rows) if row.event >= 0},
         number_bytes=builder.number_bytes,
-        written_over=builder.until,
+        written_over=builder.held_otherwise,
         following_seconds=saved.forward_events * python.call + len(saved.saves) * python.save,
     )
 
@@ -173,9 +172,9 @@ def with_outputs_of(op: Op, other: Op) -> tuple[Op, Op]:
 
 
 class _Row(NamedTuple):
-    event: int  # -1: where a result is there that was written over an operand
+    event: int  # -1 for the row after it, whose output is a result that was written over an operand
     op: Op
-    made: tuple[ValueId, ...]
+    values: tuple[ValueId, ...]  # that it makes
 
 
 class _Builder:
@@ -188,59 +187,54 @@ class _Builder:
         self.rows: list[_Row] = []
         self.sources: list[Source] = []
         self.replayed = ReplayGraph()
-        self._row_of: list[int] = []  # by event: the row that it is, or the last one before it
-        self._states: dict[int, ValueId] = {}  # by event
+        self._row_of: list[int] = []  # by event: its row, or the last row before it
+        self._states: dict[int, ValueId] = {}  # generator states, by event
         self._repeatable = Repeatable(self.events, self.saved)
         self._ids: dict[int, int] = {}  # by event: the operation of the graph
         self._entry_ids: dict[int, int] = {}  # by row
         self.calls_of: dict[BaseOp, tuple[int, ...]] = {}
         self.number_bytes: dict[int, int] = {}
-        self.written_over: dict[BaseOp, int] = {}  # by row: the save
-        self.until: dict[BaseOp, tuple[BaseOp, ValueId]] = {}
+        self.written_over: dict[BaseOp, int] = {}  # by row, the save that its result is written over
+        self.held_otherwise: dict[BaseOp, tuple[BaseOp, ValueId]] = {}  # as of ReplayProblem.written_over
 
     # ---- rows -----------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Make a row of everything that happened in the step."""
+        """Make the rows of the step."""
         saved, events = self.saved, self.events
-        again = [self._repeatable.may_run_again(index) for index in range(len(events))]
-        remade = {s for index, event in enumerate(events) if again[index] for s in event.allocates}
+        repeatable = [self._repeatable.may_run_again(index) for index in range(len(events))]
+        remade = {s for index, event in enumerate(events) if repeatable[index] for s in event.allocates}
         self._remade = remade
-        self._unasked = self._find_unasked(again)
+        self._unasked = self._find_unasked(repeatable)
         entries, over = self._entries(), self._find_written_over()
-        released: dict[int, set[int]] = {}  # by event: the storages that autograd lets go of after it
+        released: dict[int, set[int]] = {}  # by event: the storages that autograd frees after it
         for save in saved.saves:
             if save.storage in remade and save.unpacked and save.released is not None:
                 released.setdefault(save.released, set()).add(save.storage)
         backward = False
         unit_at = {at: saved.saves[number].unit for number, at in saved.unpacked}
-        pending: set[int] = set()  # storages that were asked for since the last row
+        pending: set[int] = set()  # storages that nodes asked for since the last row
         asking = ROOT  # the unit whose nodes asked for them
-        for index, (event, made) in enumerate(zip(events, saved.made, strict=True)):
+        for index, (event, call) in enumerate(zip(events, saved.details, strict=True)):
             backward = backward or (event.backward and index >= saved.forward_events)
             if index in entries:
                 pending |= entries[index]
                 asking = unit_at[index]
-            let_go = released.get(index, set())
-            if not (event.allocates or made.written or let_go):  # a node unpacks all that it reads at once
+            freed = released.get(index, set())
+            if not (event.allocates or call.written or freed):  # a node unpacks all that it reads at once
                 self._row_of.append(len(self.rows) - 1)
                 continue
-            unit = asking if pending else made.unit
-            self._row(index, event, made, backward, again[index], pending, let_go, Region(unit))
+            unit = asking if pending else call.unit
+            self._row(index, event, call, backward, repeatable[index], pending, freed, Region(unit))
             pending = set()
             self._row_of.append(len(self.rows) - 1)
             if index in over:
                 self.written_over[base_op(len(self.rows) - 1)] = over[index]
-                there = Op(
-                    (),
-                    (),
-                    phase=Phase(backward),
-                    region=GLUE_REGION,
-                    name=f"result of {self.rows[-1].op.name}",
-                )
-                self.rows.append(_Row(-1, there, ()))
+                name = f"result of {self.rows[-1].op.name}"
+                result_row = Op((), (), phase=Phase(backward), region=GLUE_REGION, name=name)
+                self.rows.append(_Row(-1, result_row, ()))
                 self.sources.append(Source())
-        self._hold()
+        self._set_lifetimes()
         forward = [op for op in self.replayed.ops if not op.backward]
         self.replayed.forward_length = len(forward)
         names = "\n".join(f"{op.name} {op.module}" for op in self.replayed.ops)
@@ -248,21 +242,21 @@ class _Builder:
         self.replayed.structure = hashlib.sha256(names.encode()).hexdigest()
         self.replayed.fingerprint = hashlib.sha256(f"{names} {sizes}".encode()).hexdigest()
 
-    def _find_unasked(self, again: Sequence[bool]) -> set[int]:
-        """The saves that no node asks for and that are made on demand if a backward of another loss does: of
-        what is there to the end, without states of generators that the problem would have to count."""
-        if self.saved.unit_of:  # by then their parameters need not be gathered
+    def _find_unasked(self, repeatable: Sequence[bool]) -> set[int]:
+        """The saves that no node asks for, and that a backward of another loss can make on demand: of values
+        that live to the end, without generator states, which the problem would have to count."""
+        if self.saved.unit_of:  # the parameters that they are made of need not be gathered by then
             return set()
-        made, writers = self.saved.made, self._repeatable.writers
+        details, writers = self.saved.details, self._repeatable.writers
         found = {s for s, storage in enumerate(self.storages) if storage.died_after is None}
         for index, event in enumerate(self.events):
-            if not again[index]:
+            if not repeatable[index]:
                 continue
             before = self._repeatable.read_before_writes(index)
             calls = [*before.values(), index, *(w for s in event.allocates for w in writers.get(s, ()))]
             own = {-1, *before, *event.allocates}
             states = self._state_bytes() and any(map(self._draws, calls))
-            if not states and all(s in found or s in own for c in calls for s in made[c].operands):
+            if not states and all(s in found or s in own for c in calls for s in details[c].operands):
                 found.update(event.allocates)
         found &= self._remade
         return {
@@ -271,16 +265,16 @@ class _Builder:
             if save.storage in found
             and self.storages[save.storage].died_after is not None
             and not save.unpacked
-            and all(made[w].position < save.begun for w in writers.get(save.storage, ()))
+            and all(details[w].position < save.begun for w in writers.get(save.storage, ()))
         }
 
     def _find_written_over(self) -> dict[int, int]:
-        """By event the save over which its result can be written: autograd and Python have let go of all that
-        shares its memory by then."""
+        """By event, the save that its result can be written over: by then autograd and Python have freed all
+        tensors in that storage."""
         found: dict[int, int] = {}
         if self.device.kind != "cpu":
-            return found  # other kernels were not looked at
-        last: dict[int, list[int | None]] = {}  # by storage: when it was let go of
+            return found  # only the CPU's kernels are known to allow it
+        last: dict[int, list[int | None]] = {}  # by storage: when its saves were freed
         for save in self.saved.saves:
             last.setdefault(save.storage, []).append(save.released)
         for number, save in enumerate(self.saved.saves):
@@ -290,9 +284,9 @@ class _Builder:
             reading = [
                 at
                 for at in range(save.unpacked[0], save.released + 1)
-                if save.storage in self.saved.made[at].operands and self._func(at) is not DETACH
+                if save.storage in self.saved.details[at].operands and self._func(at) is not DETACH
             ]
-            if len(reading) != 1:  # what reads a view of it is another call
+            if len(reading) != 1:  # calls that read a view of it count, too
                 continue
             (at,) = reading
             ends = [*last[save.storage], self.storages[save.storage].died_after]
@@ -301,7 +295,7 @@ class _Builder:
                 continue
             args = self.recording.calls[self._call_of(at)].args
             if can_write_over(self._func(at), args) and args[1].numel() >= LEAST_ELEMENTS:
-                (gradient, read), (made,) = self.saved.made[at].operands[:2], self.events[at].allocates
+                (gradient, read), (made,) = self.saved.details[at].operands[:2], self.events[at].allocates
                 if read == save.storage != gradient and self.storages[made].died_after != at:
                     found[at] = number
         return found
@@ -310,7 +304,7 @@ class _Builder:
         return self.recording.calls[self._call_of(event)].func
 
     def _entries(self) -> dict[int, set[int]]:
-        """By event the storages that nodes ask for right before it, of those that can be made again."""
+        """By event, the storages that can be made again and that nodes ask for right before it."""
         found: dict[int, set[int]] = {}
         for number, at in self.saved.unpacked:
             storage = self.saved.saves[number].storage
@@ -322,21 +316,19 @@ class _Builder:
         self,
         index: int,
         event: Event,
-        made: Made,
+        details: CallDetails,
         backward: bool,
-        again: bool,
+        can_rerun: bool,
         asked: set[int],
-        let_go: set[int],
+        freed: set[int],
         region: Region,
     ) -> None:
         call = event.call
         assert call is not None
         name = str(self.recording.calls[call].func)
-        outputs = tuple(self._value(s, name, made.module) for s in event.allocates)
-        in_forward = made.position >= 0 and not backward and index < self.saved.forward_events
-        reads = {
-            s for s in (*event.reads, *asked, *let_go) if s in self.value_of and s not in event.allocates
-        }
+        outputs = tuple(self._value(s, name, details.module) for s in event.allocates)
+        in_forward = details.position >= 0 and not backward and index < self.saved.forward_events
+        reads = {s for s in (*event.reads, *asked, *freed) if s in self.value_of and s not in event.allocates}
         entry = backward and bool(asked)
         source = Source()
         if in_forward or entry:
@@ -345,35 +337,35 @@ class _Builder:
             self._ids[index] = number
             if entry:
                 self._entry_ids[len(self.rows)] = number
-            self.replayed.ops.append(ReplayOp(number, name, made.module, backward, made.line))
+            self.replayed.ops.append(ReplayOp(number, name, details.module, backward, details.line))
         op = Op(
             tuple(sorted(self.value_of[s] for s in reads)),
             outputs,
             phase=Phase(backward),
-            recomputable=again and in_forward,
+            recomputable=can_rerun and in_forward,
             region=region if source.graph >= 0 else GLUE_REGION,
             name=f"{name} #{source.op}" if source.graph >= 0 else name,
-            module=made.module,
-            blocks=made.blocks,
+            module=details.module,
+            blocks=details.blocks,
         )
         writes = tuple(
-            self.value_of[s] for s in made.written if s in self.value_of and s not in event.allocates
+            self.value_of[s] for s in details.written if s in self.value_of and s not in event.allocates
         )
         op.writes = tuple(dict.fromkeys(writes))
         self.rows.append(_Row(index, op, outputs))
         self.sources.append(source)
-        if in_forward and self._draws(index) and (again or self._writes_remade(made)):
+        if in_forward and self._draws(index) and (can_rerun or self._writes_remade(details)):
             state = ValueId(len(self.values))
             self.values.append(Value(self._state_bytes(), f"generator state of {name}", on_demand=True))
             self._states[index] = state
             op.outputs = (*outputs, state)
 
-    def _writes_remade(self, made: Made) -> bool:
-        return any(storage in self._remade for storage in made.written)
+    def _writes_remade(self, details: CallDetails) -> bool:
+        return any(storage in self._remade for storage in details.written)
 
     def _draws(self, index: int) -> bool:
-        made = self.saved.made[index]
-        return made.position >= 0 and draws(self.saved.operators[made.position])
+        details = self.saved.details[index]
+        return details.position >= 0 and draws(self.saved.operators[details.position])
 
     def _state_bytes(self) -> int:
         return generator_state_bytes("cpu") if self.device.kind == "cpu" else 0
@@ -384,8 +376,8 @@ class _Builder:
         self.value_of[storage] = value
         return value
 
-    def _hold(self) -> None:
-        """Say how long each storage lives that operations do not hold alone."""
+    def _set_lifetimes(self) -> None:
+        """Set how long each value is held by Python, by autograd, or to the end of the step."""
         kept: dict[int, list[int | None]] = {}
         for number, save in enumerate(self.saved.saves):
             if save.storage < 0 or number in self._unasked:
@@ -401,7 +393,7 @@ class _Builder:
     # ---- costs -----------------------------------------------------------------------------------------
 
     def graph(self, meter: Workspaces | None, costs: Costs, again_seconds: float) -> Graph:
-        """The solvers' graph, costs for the device; each re-run takes ``again_seconds`` more."""
+        """The solvers' graph with costs; each re-run takes ``again_seconds`` more than the call."""
         calls, outputs, values = self.recording.calls, self.recording.outputs, self.values
         memories = [NOT_RUN] * len(calls) if meter is None else meter.measure(calls)
         seconds = [costs.seconds(c.func, c.args, c.kwargs, o) for c, o in zip(calls, outputs, strict=True)]
@@ -413,53 +405,54 @@ class _Builder:
             call = self.events[row.event].call
             assert call is not None
             row.op.seconds, row.op.workspace_bytes = seconds[call], memories[call].workspace_bytes
-            if self.saved.made[row.event].position >= 0 and (numbers := self._number_bytes(call)):
+            if self.saved.details[row.event].position >= 0 and (numbers := self._number_bytes(call)):
                 row.op.workspace_bytes += numbers
                 if row.event in self._ids:
                     self.number_bytes[self._ids[row.event]] = numbers
-            key = call, tuple(values[v].bytes for v in row.made)
-            if row.made and key not in known:
+            key = call, tuple(values[v].bytes for v in row.values)
+            if row.values and key not in known:
                 known[key] = real_sizes(calls[call], memories[call], list(key[1]))
-            for value, size in zip(row.made, known.get(key, ()), strict=bool(row.made)):
+            for value, size in zip(row.values, known.get(key, ()), strict=bool(row.values)):
                 values[value] = values[value]._replace(bytes=size)
         base = [row.op for row in self.rows]
         ops = list(base)
         for i, row in enumerate(self.rows):
             if row.op.recomputable:
-                again = self._again(row, row_of_event, base, memories, again_seconds)
-                if again is not None:
+                rerun = self._rerun(row, row_of_event, base, memories, again_seconds)
+                if rerun is not None:
                     ops[i] = replace(row.op, replay=RowId(len(ops)))
-                    ops.append(again)
+                    ops.append(rerun)
         self._write_over(ops)
         rounded = (v._replace(bytes=round_bytes(self.device, v.bytes)) for v in values)
         return Graph(tuple(ops), tuple(rounded), base_length=len(base))
 
     def _write_over(self, ops: list[Op]) -> None:
-        """Have results written over operands that nothing needs later, what may run again included."""
+        """Let results be written over operands that nothing needs later, re-runs included."""
         over = {row: self.saved.saves[save] for row, save in self.written_over.items()}
         held = {
             (self._row_of[save.released or 0], self.value_of[save.storage]): r for r, save in over.items()
         }
-        needed = [-1] * len(self.values)  # by value: the last row of the backward that it is needed for
+        # By value: the last row of the backward that reads it, or that a re-run reads it for.
+        needed = [-1] * len(self.values)
         for i, op in enumerate(ops[: len(self.rows)]):
             if op.phase is Phase.BACKWARD:
                 for value in op.inputs:
                     needed[value] = max(needed[value], held.get((i, value), i))
         for op in reversed(ops[: len(self.rows)]):
             if op.phase is Phase.FORWARD and op.recomputable:
-                again = op if op.replay is None else ops[op.replay]
-                for value in again.inputs:
-                    needed[value] = max(needed[value], *(needed[made] for made in again.outputs))
+                rerun = op if op.replay is None else ops[op.replay]
+                for value in rerun.inputs:
+                    needed[value] = max(needed[value], *(needed[output] for output in rerun.outputs))
         for (last, value), row in held.items():
             if needed[value] != row:
                 del self.written_over[row]
                 continue
             ops[row], ops[row + 1] = with_outputs_of(ops[row], ops[row + 1])
-            if last != row:  # by then the result is in its place
+            if last != row:  # by then the result has the memory
                 ops[last] = replace(ops[last], inputs=tuple(v for v in ops[last].inputs if v != value))
-            self.until[row] = base_op(last), value
+            self.held_otherwise[row] = base_op(last), value
 
-    def _again(
+    def _rerun(
         self,
         row: _Row,
         row_of_event: dict[int, BaseOp],
@@ -467,36 +460,40 @@ class _Builder:
         memories: Sequence[OpMemory],
         more_seconds: float,
     ) -> Op | None:
-        """How a row runs again, where that differs from its first run: with what writes over its results."""
+        """The re-run of a row, with calls that write over its results; None if it is like the first run."""
         own = self.events[row.event].allocates
         writers = sorted({w for s in own for w in self._repeatable.writers.get(s, ())})
         calls = [row.event, *writers]
         self.calls_of[row_of_event[row.event]] = tuple(calls)
         states = [self._states[c] for c in calls if c in self._states]
+        call_numbers = [self._call_of(c) for c in calls]
         before = self._repeatable.read_before_writes(row.event)
-        if not (writers or states or more_seconds or before or self._number_bytes(self._call_of(row.event))):
+        if not (writers or states or more_seconds or before or self._number_bytes(call_numbers[0])):
             return None
         makers = sorted(set(before.values()))
         reads = {
             self.value_of[s]
             for c in (*makers, *calls)
-            for s in self.saved.made[c].operands
+            for s in self.saved.details[c].operands
             if s in self.value_of and s not in own and s not in before
         }
         ops = [base[row_of_event[c]] for c in (*makers, *calls)]
         state = self._state_bytes()  # put back behind the call
-        taken = [memories[self._call_of(c)].workspace_bytes + state * (c in self._states) for c in calls]
-        held, first = 0, 0  # what is there for this run alone: behind the makers, and at most while these run
+        taken = [
+            memories[n].workspace_bytes + state * (c in self._states) for c, n in zip(calls, call_numbers)
+        ]
+        # Bytes for this re-run alone: of the values made right before it, and at most while these are made.
+        held, most_before = 0, 0
         for maker in makers:
-            makes = self.events[maker].allocates
-            first = max(first, held + self._bytes_of(makes) + memories[self._call_of(maker)].workspace_bytes)
+            makes, workspace = self.events[maker].allocates, memories[self._call_of(maker)].workspace_bytes
+            most_before = max(most_before, held + self._bytes_of(makes) + workspace)
             held += self._bytes_of([s for s in makes if s in before])
         return replace(
             row.op,
             inputs=(*sorted(reads), *states),
-            outputs=row.made,
+            outputs=row.values,
             seconds=sum(op.seconds for op in ops) + len(ops) * more_seconds,
-            workspace_bytes=max(max(taken) + held, first - self._bytes_of(own)),
+            workspace_bytes=max(max(taken) + held, most_before - self._bytes_of(own)),
             replay=None,
             writes=(),
         )
@@ -510,34 +507,34 @@ class _Builder:
         return call
 
     def _number_bytes(self, number: int) -> int:
-        """What a call's Python numbers take as tensors beside those that the operator itself makes of them:
-        under a dispatch mode PyTorch makes them twice."""
+        """The bytes of the tensors that PyTorch makes of a call's Python numbers under a dispatch mode; the
+        operator itself makes its own beside these."""
         if self.device.kind != "cpu":
             return 0
         call = self.recording.calls[number]
         numbers = operators.numbers_for_tensors(call.func, call.args) if call.args else {}
         return sum(operators.number_as_tensor(n).nbytes for n in numbers.values())
 
-    # ---- how calls are put together ----------------------------------------------------------------------
+    # ---- values that calls read and make ------------------------------------------------------------------
 
     def wiring(self) -> ReplayRecord:
-        """The calls of the module's forward, by position, and what autograd saves of them."""
+        """The calls of the module's forward, by position, and the tensors that autograd saves."""
         count = len(self.saved.operators)
         ids = [-1] * count
         operands: list[list[int]] = [[] for _ in range(count)]
         results, written = operands.copy(), operands.copy()
-        unsure = self.saved.unsure
+        own_counters = self.saved.own_counters
 
         def values(storages: Sequence[int]) -> list[int]:
             return [int(self.value_of.get(s, -1)) for s in storages]
 
-        for index, made in enumerate(self.saved.made):
-            if made.position >= 0:
-                ids[made.position] = self._ids.get(index, -1)
-                operands[made.position] = values([-1 if s in unsure else s for s in made.operands])
+        for index, call in enumerate(self.saved.details):
+            if call.position >= 0:
+                ids[call.position] = self._ids.get(index, -1)
+                operands[call.position] = values([-1 if s in own_counters else s for s in call.operands])
                 born = set(self.events[index].allocates)
-                results[made.position] = values([s if s in born else -1 for s in made.results])
-                written[made.position] = values(made.written)
+                results[call.position] = values([s if s in born else -1 for s in call.results])
+                written[call.position] = values(call.written)
         asked, entries = [], []
         for number, at in self.saved.unpacked:
             if self.saved.saves[number].storage not in self._remade or at >= len(self.events):
@@ -553,7 +550,7 @@ class _Builder:
             int(self.value_of[save.storage]) if number in dropped else -1
             for number, save in enumerate(self.saved.saves)
         ]
-        taken = [  # kernels may make more than their shape functions say
+        saved_bytes = [  # kernels may make more than their shape functions say
             max(save.bytes, self.values[self.value_of[save.storage]].bytes) if save.bytes else 0
             for save in self.saved.saves
         ]
@@ -568,7 +565,7 @@ class _Builder:
             written=list(chain(*written)),
             saves=saves,
             begun=[save.begun for save in self.saved.saves],
-            saved_bytes=taken,
+            saved_bytes=saved_bytes,
             grad_switches=self.saved.grad_switches,
             asked=asked,
             entries=entries,
@@ -577,11 +574,11 @@ class _Builder:
 
 
 def replay_record(problem: ReplayProblem) -> ReplayRecord:
-    """How the calls of a step are put together, as plan files store it."""
+    """The values that the calls of a step read and make, as plan files store them."""
     assert problem.wiring is not None
-    # As in the record of the step: by the order of production. Bits come between the problem's own values.
-    made = (int(v) for op in problem.graph.ops[: problem.graph.base_length] for v in op.outputs)
-    number = {v: i for i, v in enumerate(made)} | {-1: -1}
+    # By the order of production, as in the record of the step; the problem numbers bits, too.
+    produced = (int(v) for op in problem.graph.ops[: problem.graph.base_length] for v in op.outputs)
+    number = {v: i for i, v in enumerate(produced)} | {-1: -1}
     by_value = {name: getattr(problem.wiring, name) for name in ("operands", "results", "written", "saves")}
     return problem.wiring.model_copy(
         update={name: [number[v] for v in values] for name, values in by_value.items()}

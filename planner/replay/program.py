@@ -1,8 +1,8 @@
-"""From a plan to what its forward and backward look up: decisions by position, none made while training.
+"""From a plan to the tables that a step looks up, by position: training decides nothing.
 
-The schedule says which calls run again before which entry of the backward. Of each run follows which values
-are in memory by then, which of its results are used, and which values are let go of behind it: what the
-simulator assumes is what the program does.
+The schedule has the calls that run again before each entry of the backward. From it follow, for each run, the
+values in memory by then, the results that are used, and the values that are freed after it: the program does
+what the simulator assumes.
 """
 
 import itertools
@@ -21,20 +21,20 @@ from solvers.model.schedule import lifetimes
 
 
 @dataclass(slots=True)
-class Call:
-    """What is done at a call of the forward that the plan has something to do with.
+class PlannedCall:
+    """A call of the forward at which a step does more than run it.
 
     Attributes:
-        recorded: Whether it is run again, so that its arguments are noted.
-        packs: The slots of a mask that it writes last, or makes, and of its bits; None for none.
-        operands: For each tensor argument the slot that it lies in; -1: it is held itself.
-        results: The results that are slots: position among the results, slot, whether the plan keeps it.
-        written: Slots that it writes.
-        before: The calls that run again right before it, for it alone, each with the slots that it reads of
-            them: what is in these is written over later.
+        noted: Whether its arguments are noted, as it runs again.
+        operands: The slot of each tensor argument; -1 for one that is held itself.
+        results: The results that are slots: index among the results, slot, whether the plan keeps it.
+        written: The slots that it writes.
+        packs: The slot of a mask that it makes, or writes last, and the slot of its bits; None without one.
+        before: Calls that run again right before it, for it alone, each with the slots that it reads of their
+            results: the forward writes over these later.
     """
 
-    recorded: bool
+    noted: bool
     operands: tuple[int, ...]
     results: tuple[tuple[int, int, bool], ...]
     written: tuple[int, ...]
@@ -44,46 +44,46 @@ class Call:
 
 @dataclass(slots=True)
 class Run:
-    """One call, with those that write over its results, that is run again.
+    """One re-run: a call, with those that write over its results.
 
     Attributes:
         calls: Their positions.
-        bits: The slot of the bits that are unpacked instead; -1: none.
-        store: Results that are used later: position among the results, slot.
-        free: Slots that nobody uses behind it.
-        done: The calls that run for the last time.
+        store: The results that are used later: index among the results, slot.
+        free: The slots that nothing uses after it.
+        last_runs: The calls that run for the last time.
+        bits: The slot of the bits that are unpacked instead of a run; -1 without any.
     """
 
     calls: tuple[int, ...]
     store: tuple[tuple[int, int], ...]
     free: tuple[int, ...]
-    done: tuple[int, ...] = ()
+    last_runs: tuple[int, ...] = ()
     bits: int = -1
 
 
 @dataclass(slots=True)
 class Program:
-    """What a planned step looks up.
+    """The tables that a planned step looks up.
 
     Attributes:
         operators: The operator of each call, as ``str(operator)`` has it.
-        calls: What is done at each; None: it just runs.
-        saves: For each save the slot that is dropped; -1: it is kept.
-        begun: For each save how many calls have begun by then.
-        saved_bytes: For each save the bytes of its memory; 0 where that was there before.
-        grad: For each call whether gradients are on.
-        lines: For each call the user's line that makes it; empty where it is not known.
-        room: By the number of calls that came, the bytes that are left up to the peak.
-        runs: By save, what runs again when it is asked for, before it is handed out.
-        free: By save, the slots that are let go of when it was handed out.
+        calls: What a step does at each call; None if it just runs.
+        saves: The slot of each save that is dropped; -1 for one that is kept.
+        begun: For each save, the number of calls that have begun by then.
+        saved_bytes: For each save, the bytes of its storage; 0 for one that existed before the step.
+        grad: For each call, whether gradients are on.
+        lines: For each call, the user's line that makes it; empty if that is not known.
+        room: By the number of calls that have run, the bytes left below the peak.
+        runs: By save, the re-runs before it is handed out.
+        free: By save, the slots that are freed after it is handed out.
         makers: By slot, the positions of the call that makes it and of those that write it.
-        bits: By the slot of a mask that is packed, the slot of its bits.
-        order: The place of each save that is dropped, or sets off runs, among these as the backward asks.
-        over: The saves that the node writes its result over.
+        bits: By the slot of a packed mask, the slot of its bits.
+        asking_order: Places in the order of asking, of saves that are dropped, set off runs or free slots.
+        written_over: The saves that the node writes its result over.
     """
 
     operators: tuple[str, ...]
-    calls: list[Call | None]
+    calls: list[PlannedCall | None]
     saves: list[int]
     begun: list[int]
     saved_bytes: list[int]
@@ -94,18 +94,18 @@ class Program:
     free: dict[int, tuple[int, ...]] = field(default_factory=dict)
     makers: dict[int, tuple[int, ...]] = field(default_factory=dict)
     bits: dict[int, int] = field(default_factory=dict)
-    order: dict[int, int] = field(default_factory=dict)
-    over: frozenset[int] = frozenset()
+    asking_order: dict[int, int] = field(default_factory=dict)
+    written_over: frozenset[int] = frozenset()
 
 
 def program_of(plan: PlanRecord) -> Program:
     """The program of a plan.
 
     Raises:
-        PlanFileError: The plan does not hold together.
+        PlanFileError: The plan contradicts itself.
     """
     assert plan.replay is not None
-    return _Maker(plan, plan.replay).program()
+    return _ProgramMaker(plan, plan.replay).program()
 
 
 class _Asked(NamedTuple):
@@ -113,8 +113,8 @@ class _Asked(NamedTuple):
 
     Attributes:
         save: Its position.
-        step: The step of the entry that asks; -1: of none that the schedule has.
-        instance: The instance of the value that it finds; -1: none.
+        step: The step of its entry in the schedule; -1 if the schedule lacks it.
+        instance: The instance of the value that the save finds; -1 if there is none.
     """
 
     save: int
@@ -129,19 +129,18 @@ class _Rerun(NamedTuple):
     position: int
 
 
-class _Maker:
+class _ProgramMaker:
     """Makes the program of a plan: its tables first, then the runs of the backward.
 
-    A value that is run again exists several times in a schedule. Each time is an *instance*, numbered in the
-    order of :func:`~solvers.model.schedule.lifetimes`.
+    Instances of values are numbered as in :func:`~solvers.model.schedule.lifetimes`.
     """
 
     def __init__(self, plan: PlanRecord, wiring: ReplayRecord) -> None:
         self.wiring = wiring
-        again = simulated(plan)
-        self.graph, self.schedule = again.graph, again.schedule
-        self.timeline, self.line_of = again.timeline, again.line
-        places = again.step.places()
+        simulation = simulated(plan)
+        self.graph, self.schedule = simulation.graph, simulation.schedule
+        self.timeline, self.line_of = simulation.timeline, simulation.line
+        places = simulation.step.places()
         self.row_of = {op: row for row, (graph, _, op) in enumerate(places) if graph == 0}
         self.operands = _ragged(wiring.operand_counts, wiring.operands)
         self.results = _ragged(wiring.result_counts, wiring.results)
@@ -156,11 +155,12 @@ class _Maker:
         self.step_of_row, self.reruns = self._steps()
         self.asked = [self._asked(save, op) for save, op in zip(wiring.asked, wiring.entries, strict=True)]
         self.unasked = {s for s, v in enumerate(wiring.saves) if v in self.maker}.difference(wiring.asked)
-        self.on_demand, self.held_for_them = self._on_demand()
+        self.on_demand, self.held_on_demand = self._on_demand()
 
     def program(self) -> Program:
         wiring = self.wiring
         dropped = {a.save for a in self.asked}
+        # A save that finds the forward's own value is kept.
         dropped -= {a.save for a in self.asked if not self._is_run_again(a.instance)}
         all_dropped = dropped | self.unasked
         saves = [value if save in all_dropped else -1 for save, value in enumerate(wiring.saves)]
@@ -182,17 +182,17 @@ class _Maker:
         )
         self._pack(program)
         self._run_again(program)
-        program.over = frozenset(wiring.written_over)
+        program.written_over = frozenset(wiring.written_over)
         known = {*dropped, *program.runs, *program.free}
         seen = [a.save for a in self.asked if a.save in known]
-        program.order = {save: place for place, save in enumerate(dict.fromkeys(seen))}
+        program.asking_order = {save: place for place, save in enumerate(dict.fromkeys(seen))}
         _check(program)
         return program
 
-    # ---- what the plan says ------------------------------------------------------------------------------
+    # ---- tables of the plan ------------------------------------------------------------------------------
 
     def _makers(self) -> tuple[dict[int, int], dict[int, list[int]]]:
-        """By value, the position of the call that makes it, and of those that write over it."""
+        """By value, the position of the call that makes it, and those of the calls that write over it."""
         maker: dict[int, int] = {}
         for position, values in enumerate(self.results):
             for value in values:
@@ -206,7 +206,7 @@ class _Maker:
         return maker, writers
 
     def _bits(self, packed: set[int]) -> dict[int, int]:
-        """The bits of masks that are packed, by the position of the call that makes the mask."""
+        """By the position of a call that makes a packed mask, the value of its bits."""
         bits: dict[int, int] = {}
         for position, op in enumerate(self.wiring.ids):
             row = self.row_of.get(op) if op in packed else None
@@ -238,23 +238,23 @@ class _Maker:
         step = self.step_of_row.get(self.row_of.get(entry, -1), -1)
         return _Asked(save, step, self._instance(self.wiring.saves[save], step) if step >= 0 else -1)
 
-    # ---- what follows from it ----------------------------------------------------------------------------
+    # ---- values and instances ----------------------------------------------------------------------------
 
     def _instance(self, value: int, step: int) -> int:
-        """The instance of a value that a step finds; -1: none."""
-        there = [i for i in self.instances.get(value, ()) if self.start_of[i] < step]
-        return there[-1] if there else -1
+        """The instance of a value that exists at a step; -1 if there is none."""
+        earlier = [i for i in self.instances.get(value, ()) if self.start_of[i] < step]
+        return earlier[-1] if earlier else -1
 
     def _is_run_again(self, instance: int) -> bool:
         return instance >= 0 and self.start_of[instance] >= self.graph.forward_length
 
     def _calls_of(self, position: int) -> tuple[int, ...]:
-        """The calls of a run: the one that makes its results, and those that write over them."""
+        """The calls of a re-run: the one that makes its results, and those that write over them."""
         values = (v for v in self.results[position] if v >= 0)
         return (position, *sorted({w for v in values for w in self.writers.get(v, ())}))
 
     def _before(self, position: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """The calls that run again right before a run's first, as it reads what is written over later."""
+        """The calls that run right before a re-run: they make values that the forward writes over later."""
         own, found = set(self.results[position]), dict[int, list[int]]()
         for value in dict.fromkeys(self.operands[position]):
             if value not in own and max(self.writers.get(value, ()), default=-1) > position:
@@ -262,13 +262,12 @@ class _Maker:
         return tuple((maker, tuple(values)) for maker, values in sorted(found.items()))
 
     def _noted_for(self, position: int) -> tuple[int, ...]:
-        """All calls that a run consists of."""
+        """All calls of a re-run, those before it included."""
         return (*(maker for maker, _ in self._before(position)), *self._calls_of(position))
 
     def _on_demand(self) -> tuple[set[int], set[int]]:
-        """The calls that make what autograd saves and no node asks for, and what these read; and the values
-        at which that ends, as they are there to the end of the step. No schedule has such calls: a backward
-        of another loss asks for what they make."""
+        """The calls that make saves that no node asks for; and the values that these calls begin with, which
+        live to the end of the step. The schedule lacks them: only a backward of another loss asks."""
         found, held = set[int](), set[int]()
         values, until = self.graph.held_table
         to_the_end = set(values[until == self.graph.base_length - 1].tolist())
@@ -283,7 +282,7 @@ class _Maker:
         return found, held
 
     def _read_by(self, position: int) -> Iterator[int]:
-        """The values that a run reads, but for what no counted call made: a run's arguments hold that."""
+        """The values that a re-run reads. Recipes hold other storages, that no counted call made."""
         if position in self.bits:
             yield self.bits[position]
         else:
@@ -295,12 +294,11 @@ class _Maker:
             yield from (v for v in self.operands[call] if v in self.maker and v not in own)
 
     def _slots(self) -> tuple[set[int], set[int]]:
-        """The values that the program knows, which are results of runs and what runs read; and those of them
-        whose first instance a run reads."""
+        """The values that are slots: re-runs make or read them; and those whose first instance they read."""
         positions = self.on_demand.union(position for _, position in self.reruns)
         slots = {v for position in positions for v in self.results[position] if v >= 0}
         slots |= {v for p in positions - self.bits.keys() for _, values in self._before(p) for v in values}
-        kept = set(self.held_for_them)
+        kept = set(self.held_on_demand)
         slots |= kept
         for step, position in self.reruns:
             for value in self._read_by(position):
@@ -311,8 +309,8 @@ class _Maker:
         return slots, kept
 
     def _last_uses(self) -> dict[int, tuple[int, int, int]]:
-        """What uses each instance last: its step, and for a save, which is handed out behind the runs of that
-        step, one more than its place among those asked for, and the save."""
+        """The last use of each instance: (step, 0, 0) by a re-run; (step, place + 1, save) by a save, handed
+        out after the re-runs of its step."""
         last: dict[int, tuple[int, int, int]] = {}
 
         def use(instance: int, by: tuple[int, int, int]) -> None:
@@ -330,29 +328,28 @@ class _Maker:
     # ---- the program -------------------------------------------------------------------------------------
 
     def _pack(self, program: Program) -> None:
-        """Have the call that makes a mask, or writes it last, pack it."""
+        """Let the call that makes a mask, or writes it last, pack it."""
         for position, slot in self.bits.items():
             mask = next(v for v in self.results[position] if v >= 0)
             program.bits[mask] = slot
             last = self._calls_of(position)[-1]
-            call = program.calls[last] or Call(False, self.operands[last], (), ())
+            call = program.calls[last] or PlannedCall(False, self.operands[last], (), ())
             call.packs = (mask, slot)
             program.calls[last] = call
 
     def _run_again(self, program: Program) -> None:
-        """Put each run before the save that its entry of the backward asks for first, and let go of what
-        nobody uses behind it."""
+        """Put each re-run before the first save of its entry, and free slots after their last use."""
         last_use = self._last_uses()
         free_at: dict[int, list[int]] = {}
         for instance, (step, place, save) in last_use.items():
             value = self.value_of[instance]
-            if value in self.held_for_them:  # it is there, and stays
+            if value in self.held_on_demand:  # it lives to the end
                 continue
             if place:
                 program.free[save] = (*program.free.get(save, ()), value)
             else:
                 free_at.setdefault(step, []).append(value)
-        trigger: dict[int, int] = {}  # by the step of an entry: the save that sets off its runs
+        trigger: dict[int, int] = {}  # by the step of an entry: the save that sets off its re-runs
         for save, step, _ in self.asked:
             if step not in trigger or (program.saves[trigger[step]] < 0 <= program.saves[save]):
                 trigger[step] = save
@@ -368,7 +365,7 @@ class _Maker:
             for call in self._noted_for(position)
         }
         for position in self.on_demand:
-            last_run.update(dict.fromkeys(self._noted_for(position), -1))  # these stay
+            last_run.update(dict.fromkeys(self._noted_for(position), -1))  # never freed
         for step, position in self.reruns:
             entry = next((e for e in entries if e > step), None)
             if entry is None:
@@ -376,7 +373,7 @@ class _Maker:
             store = [
                 (j, value)
                 for j, value in enumerate(self.results[position])
-                if value not in self.held_for_them and made_at.get((value, step)) in last_use
+                if value not in self.held_on_demand and made_at.get((value, step)) in last_use
             ]
             run = Run(
                 self._calls_of(position),
@@ -396,11 +393,11 @@ class _Maker:
         peak = self.timeline.peak_bytes
         room = [peak]
         for op in self.wiring.ids:
-            row = self.row_of.get(op, -1)  # in the forward the steps of a schedule are its rows
+            row = self.row_of.get(op, -1)  # in the forward, steps of the schedule are rows
             room.append(room[-1] if row < 0 else peak - int(self.timeline.live_bytes[row]))
         return room
 
-    def _call(self, position: int, recorded: set[int], slots: set[int], kept: set[int]) -> Call | None:
+    def _call(self, position: int, recorded: set[int], slots: set[int], kept: set[int]) -> PlannedCall | None:
         results = tuple(
             (j, value, value in kept)
             for j, value in enumerate(self.results[position])
@@ -410,25 +407,25 @@ class _Maker:
         if position not in recorded and not results and max(written, default=-1) < 0:
             return None
         operands = tuple(v if v in slots else -1 for v in self.operands[position])
-        again = position in recorded
-        return Call(again, operands, results, written, before=self._before(position) if again else ())
+        before = self._before(position) if position in recorded else ()
+        return PlannedCall(position in recorded, operands, results, written, before=before)
 
 
 def _check(program: Program) -> None:
-    """Follow a program as a step does: what runs again, or is handed out, finds what it needs.
+    """Follow a program as a step does.
 
     Raises:
-        PlanFileError: It does not.
+        PlanFileError: A re-run, or a save that is handed out, lacks a slot that it needs.
     """
     calls = program.calls
-    there = {slot for call in calls if call is not None for _, slot, kept in call.results if kept}
-    there |= set(program.bits.values())
+    filled = {slot for call in calls if call is not None for _, slot, kept in call.results if kept}
+    filled |= set(program.bits.values())
 
-    def need(slot: int, what: str) -> None:
-        if slot >= 0 and slot not in there:
-            raise PlanFileError(f"plan: replay: {what} needs value {slot}, which is not there by then")
+    def need(slot: int, reader: str) -> None:
+        if slot >= 0 and slot not in filled:
+            raise PlanFileError(f"plan: replay: {reader} needs value {slot}, which is not there by then")
 
-    for save in program.order:
+    for save in program.asking_order:
         for run in program.runs.get(save, ()):
             need(run.bits, f"save {save}")
             own = set[int]()
@@ -436,16 +433,16 @@ def _check(program: Program) -> None:
             before = {} if first is None or run.bits >= 0 else dict(first.before)
             for position in (*before, *run.calls) if run.bits < 0 else ():
                 call = calls[position]
-                if call is None or not call.recorded:
+                if call is None or not call.noted:
                     raise PlanFileError(f"plan: replay: call {position} runs again and is not noted")
                 own.update(before.get(position, (slot for _, slot, _ in call.results)))
                 for slot in call.operands:
                     if slot not in own:
                         need(slot, f"call {position}, which runs again,")
-            there.update(slot for _, slot in run.store)
-            there.difference_update(run.free)
+            filled.update(slot for _, slot in run.store)
+            filled.difference_update(run.free)
         need(program.saves[save], f"save {save}")
-        there.difference_update(program.free.get(save, ()))
+        filled.difference_update(program.free.get(save, ()))
 
 
 def _ragged(counts: Sequence[int], flat: Sequence[int]) -> list[tuple[int, ...]]:

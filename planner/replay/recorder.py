@@ -1,9 +1,9 @@
-"""What a step does that is followed by replaying: its calls, and what autograd saves and asks for.
+"""Recording a step for replay: its calls, and the tensors that autograd saves and asks for.
 
-The step runs under :class:`StepRecorder`, with hooks on what the module's forward saves for the backward.
-What is packed is not held, so that a storage dies in the recording when Python lets go of it. What is
-unpacked is a stand-in, a tensor of the same form in memory of its own, whose death says when the node is
-done with it. So one recording gives, of each storage, how long it lives if it is dropped and if it is kept.
+The step runs under :class:`StepRecorder`, with hooks on the tensors that the module's forward saves. A packed
+tensor is not held, so its storage dies in the recording when Python frees it. Unpacking gives a stand-in: a
+tensor of the same form in memory of its own, which dies when the node is done with it. So one recording gives
+both lifetimes of each storage, dropped and kept.
 """
 
 import weakref
@@ -43,15 +43,15 @@ class Save:
     """One tensor that autograd saved in the module's forward.
 
     Attributes:
-        storage: The recorded storage that it lies in; -1 where that was there before the step, or is no plain
-            memory of a plain tensor.
-        begun: How many counted calls of the forward have begun by then.
-        unpacked: The number of events recorded when a node asked for it, each time.
-        released: The last event recorded when autograd let go of it; None where it outlived the step.
-        bytes: Of the memory that it lies in; 0 where there is no such storage.
+        storage: The recorded storage that it lies in; -1 if that existed before the step, and for a tensor
+            that is not plain.
+        begun: The number of counted calls of the forward that have begun by then.
+        bytes: The bytes of that storage; 0 without one.
         unit: The number of the unit of ``fully_shard`` that saved it.
-        gathered: Whether the unit's parameters were there each time that it was asked for.
+        gathered: Whether the unit's parameters were gathered each time that a node asked for it.
         by_python: Whether Python code asked for it, as a hook or a backward in Python.
+        unpacked: The number of events recorded by then, for each time that a node asked for it.
+        released: The last event before autograd freed it; None if it outlived the step.
     """
 
     storage: int
@@ -65,21 +65,21 @@ class Save:
 
 
 @dataclass(slots=True)
-class Made:
-    """One event of the recording that is a call of an operator in the module's forward, or after.
+class CallDetails:
+    """Details of one event of the recording; the defaults if it is no operator call.
 
     Attributes:
-        position: Its place among the counted calls of the module's forward; -1 for all others.
-        operands: The recorded storages of its tensor arguments, in order; -1 for others.
-        results: The recorded storages of the tensors that it returned, in order; -1 for others.
-        written: Those that it writes; -1 for others.
+        position: Its place among the counted calls of the module's forward; -1 outside of these.
+        operands: The recorded storages of its tensor arguments, in order; -1 for other storages.
+        results: The recorded storages of the tensors that it returned, in order; -1 for other storages.
+        written: The recorded storages that it writes; -1 for other storages.
         generator: Whether it was handed a generator to draw from.
-        there_read, there_written: Identities of the storages of other tensors that it reads and writes.
-        statistics: Those of running statistics that it updates; run again it leaves them alone.
+        outside_read, outside_written: Identities of storages from before the step that it reads and writes.
+        statistics: Identities of storages with running statistics that it updates; a re-run does not.
         module: The name of the module that called it.
         line: The user's line that called it, as in ``net.py:12``.
         unit: The number of the unit of ``fully_shard`` that called it.
-        blocks: Marks of the blocks of the user's that it is in, outermost first.
+        blocks: Marks of the user's blocks that it is in, outermost first.
     """
 
     position: int = -1
@@ -87,8 +87,8 @@ class Made:
     results: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
     generator: bool = False
-    there_read: tuple[int, ...] = ()
-    there_written: tuple[int, ...] = ()
+    outside_read: tuple[int, ...] = ()
+    outside_written: tuple[int, ...] = ()
     statistics: tuple[int, ...] = ()
     module: str = ""
     line: str | None = None
@@ -98,28 +98,28 @@ class Made:
 
 @dataclass
 class Saved:
-    """What :class:`SavesRecorder` records beside the events.
+    """The records of :class:`SavesRecorder` beside the events.
 
     Attributes:
-        saves: What autograd saved, in order.
+        saves: The tensors that autograd saved, in order.
         unpacked: The saves that nodes asked for, in order, each with the number of events by then.
-        made: One entry for every event.
-        unsure: The storages of which a tensor was met whose count of writes is not that of the writes that
-            were seen: it counts by itself, as parts by ``unsafe_split`` and what ``detach`` returns do.
-        unseen: By storage, and ``there_unseen`` by identity of the storage of another tensor, how many events
-            there were when a write was noticed last that no call of an operator did.
+        details: One entry for every event.
+        own_counters: Storages with a tensor that has its own version counter, as results of ``detach`` and
+            ``unsafe_split`` have: its version is not the number of writes that were seen.
+        unseen: By storage, the number of events when a write outside of operators was last noticed; in
+            ``outside_unseen`` for storages that existed before the step, by identity.
         operators: The operators of the counted calls, by position.
         grad_switches: The positions at which gradients are switched off and on, by turns.
-        forward_events: How many events the module's forward had.
-        unit_of: By identity of a parameter's storage the number of the unit that gathers it.
+        forward_events: The number of events of the module's forward.
+        unit_of: By identity of a parameter's storage, the number of the unit that gathers it.
     """
 
     saves: list[Save] = field(default_factory=list)
     unpacked: list[tuple[int, int]] = field(default_factory=list)
-    made: list[Made] = field(default_factory=list)
-    unsure: set[int] = field(default_factory=set)
+    details: list[CallDetails] = field(default_factory=list)
+    own_counters: set[int] = field(default_factory=set)
     unseen: dict[int, int] = field(default_factory=dict)
-    there_unseen: dict[int, int] = field(default_factory=dict)
+    outside_unseen: dict[int, int] = field(default_factory=dict)
     operators: list[Any] = field(default_factory=list)
     grad_switches: list[int] = field(default_factory=list)
     forward_events: int = 0
@@ -131,7 +131,7 @@ class SavesRecorder(CountingMode, StepRecorder):
 
     Args:
         module: The module whose forward is planned, for the names of its parts.
-        sharded: What ``fully_shard`` shards of it; None where it shards nothing.
+        sharded: Its units of ``fully_shard``; None without any.
         of_step: Further arguments of :class:`StepRecorder`.
     """
 
@@ -147,22 +147,23 @@ class SavesRecorder(CountingMode, StepRecorder):
             self.saved.unit_of.update((fake.storage_key(p), number) for p in unit.parameters)
         self._names = {id(part): name for name, part in module.named_modules(remove_duplicate=False)}
         self._inside = [""]
-        self._alive: list[Any] = []  # weak references, which call back while they are held
+        self._finalizers: list[Any] = []  # weak references: their callbacks run while they are held
         self._in_forward = False
-        self._versions: dict[int, int] = {}  # by storage that the forward made
-        self._read: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}  # what the forward read, and where
+        self._versions: dict[int, int] = {}  # by storage that the forward made: its writes so far
+        # Tensors that the forward read, by their id and storage.
+        self._read: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = self.dispatched(func, types, args, kwargs)
         if func is ASKS_FOR_DEVICE or self._paused or out is NotImplemented:
             return out
-        events, made = self.recording.events, self.saved.made
-        if len(events) == len(made):
+        events, details = self.recording.events, self.saved.details
+        if len(events) == len(details):
             if self._counts(func):
                 raise AssertionError(f"{func} is counted and was not recorded")
             return out
-        made += [Made() for _ in range(len(events) - len(made) - 1)]
-        made.append(self._made(func, args, kwargs, out))
+        details += [CallDetails() for _ in range(len(events) - len(details) - 1)]
+        details.append(self._details(func, args, kwargs, out))
         return out
 
     @contextmanager
@@ -183,7 +184,7 @@ class SavesRecorder(CountingMode, StepRecorder):
             self.saved.forward_events = len(self.recording.events)
 
     def eagerly(self) -> Recording | None:
-        """As of :class:`StepRecorder`; without hooks, what autograd saves lives until it lets go of it."""
+        """As of :class:`StepRecorder`: without hooks, a saved tensor lives until autograd frees it."""
         if super().eagerly() is None:
             return None
         storages = [replace(storage) for storage in self.recording.storages]
@@ -205,27 +206,29 @@ class SavesRecorder(CountingMode, StepRecorder):
         if len(self._inside) > 1:
             self._inside.pop()
 
-    def _made(self, func: Any, args: Any, kwargs: Any, out: Any) -> Made:
+    def _details(self, func: Any, args: Any, kwargs: Any, out: Any) -> CallDetails:
         position = -1
         if self._counts(func):
             position = len(self.saved.operators)
             self.saved.operators.append(func)
+            # An odd number of switches: gradients were off at the last call.
             if torch.is_grad_enabled() is bool(len(self.saved.grad_switches) % 2):
                 self.saved.grad_switches.append(position)
         operands = list(operands_of(args, kwargs))
+        # The statistics of a batch normalisation are no operands in training: a re-run gets none.
         writes = [] if is_batch_norm(func) else written_operands(func, args, kwargs)
         reads = operands[:3] if is_batch_norm(func) and len(args) > 5 and args[5] else operands
         if self._in_forward:
             self._count_writes(operands, writes, results_of(out))
-        return Made(
+        return CallDetails(
             position,
             tuple(map(self.index_of, operands)),
             tuple(map(self.index_of, results_of(out))),
             tuple(map(self.index_of, writes)),
             has_generator(args, kwargs),
-            self._there(self._noted(reads)),
-            self._there(writes),
-            self._there(statistics_of(func, args)),
+            self._outside(self._note_reads(reads)),
+            self._outside(writes),
+            self._outside(statistics_of(func, args)),
             self._inside[-1] if self._in_forward else "",
             users_line(AroundForward.__call__.__code__) if self._in_forward else None,
             self._units.current,
@@ -236,7 +239,7 @@ class SavesRecorder(CountingMode, StepRecorder):
         self, operands: list[torch.Tensor], writes: list[torch.Tensor], results: Iterator[torch.Tensor]
     ) -> None:
         for tensor in operands:
-            self._look_at(tensor)
+            self._check_counter(tensor)
         for number in map(self.index_of, writes):
             if number in self._versions:
                 self._versions[number] += 1  # PyTorch counts it when this call has returned
@@ -244,28 +247,28 @@ class SavesRecorder(CountingMode, StepRecorder):
             if (number := self.index_of(tensor)) >= 0:
                 self._versions.setdefault(number, tensor._version)
 
-    def _look_at(self, tensor: torch.Tensor) -> None:
+    def _check_counter(self, tensor: torch.Tensor) -> None:
         number = self.index_of(tensor)
         if self._versions.get(number, tensor._version) != tensor._version:
-            self.saved.unsure.add(number)
+            self.saved.own_counters.add(number)
 
-    def _noted(self, reads: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _note_reads(self, reads: list[torch.Tensor]) -> list[torch.Tensor]:
         for tensor in reads:
-            of = tensor if tensor._base is None or tensor._base.layout in SPARSE else tensor._base
-            if self._in_forward and self.index_of(of) < 0:
-                self._read.setdefault((id(of), self.memory_of(of)), weakref.ref(of))
+            base = tensor if tensor._base is None or tensor._base.layout in SPARSE else tensor._base
+            if self._in_forward and self.index_of(base) < 0:
+                self._read.setdefault((id(base), self.memory_of(base)), weakref.ref(base))
         return reads
 
     def _look_for_other_memory(self) -> None:
-        """Notice what got other memory after the forward read it, by ``tensor.data = other``: what read it
-        would read that if it ran again."""
+        """Notice tensors that got other memory after the forward read them, by ``tensor.data = other``: a
+        re-run would read that."""
         for (_, memory), tensor_of in self._read.items():
             tensor = tensor_of()
             if tensor is not None and self.memory_of(tensor) != memory:
-                self.saved.there_unseen[memory] = len(self.recording.events)
+                self.saved.outside_unseen[memory] = len(self.recording.events)
         self._read.clear()
 
-    def _there(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
+    def _outside(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
         return tuple(self.memory_of(t) for t in tensors if self.index_of(t) < 0)
 
     def _resize_storage(self, storage: torch.UntypedStorage, size: int) -> Any:
@@ -274,7 +277,7 @@ class SavesRecorder(CountingMode, StepRecorder):
             self.saved.unseen[number] = len(self.recording.events)
         resized = super()._resize_storage(storage, size)
         if not self._paused and number >= 0:
-            self.saved.unsure.add(self._known[storage_number(storage)])
+            self.saved.own_counters.add(self._known[storage_number(storage)])
         return resized
 
     def _written_unseen(self, key: int) -> None:
@@ -283,7 +286,7 @@ class SavesRecorder(CountingMode, StepRecorder):
         if number >= 0:
             self.saved.unseen[number] = now
         else:
-            self.saved.there_unseen[self._lies_in.get(key, key)] = now
+            self.saved.outside_unseen[self._lies_in.get(key, key)] = now
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         saved = self.saved
@@ -295,26 +298,26 @@ class SavesRecorder(CountingMode, StepRecorder):
         saved.saves.append(save)
         if number < 0:
             return tensor
-        self._look_at(tensor)
+        self._check_counter(tensor)
         form: Any = None
         if not fake.is_fake(tensor):
             with self.pause():
                 form = strided_copy(tensor.detach())
-        packed = _Packed(Form.of(tensor) if form is None else form, number, len(saved.saves) - 1)
+        packed = _PackedForm(Form.of(tensor) if form is None else form, number, len(saved.saves) - 1)
         events = self.recording.events
 
         def released(_: Any) -> None:
             save.released = None if self._ended else len(events) - 1
 
-        self._alive.append(weakref.ref(packed, released))
+        self._finalizers.append(weakref.ref(packed, released))
         return packed
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if not isinstance(packed, _Packed):
+        if not isinstance(packed, _PackedForm):
             return packed  # type: ignore[no-any-return]
         if self.unseen is not None and not self._in_forward:
             self.unseen.look_at_all()
-            self.unseen = None  # what is written from now on no re-run of this step reads
+            self.unseen = None  # re-runs of the recorded step read nothing that is written from now on
         events = len(self.recording.events)
         save = self.saved.saves[packed.save]
         save.unpacked.append(events)
@@ -333,12 +336,12 @@ class SavesRecorder(CountingMode, StepRecorder):
             if self._known.get(key) == number:
                 del self._known[key]
 
-        self._alive.append(weakref.ref(storage, forget))
+        self._finalizers.append(weakref.ref(storage, forget))
         return tensor
 
 
-class _Packed:
-    """What autograd holds in the place of a tensor that it saved."""
+class _PackedForm:
+    """Autograd holds this in the place of a saved tensor."""
 
     __slots__ = ("__weakref__", "form", "save", "storage")
 
@@ -347,7 +350,7 @@ class _Packed:
 
 
 class AroundForward(torch.nn.Module):
-    """A module's call within :meth:`SavesRecorder.forward`."""
+    """Calls a module within :meth:`SavesRecorder.forward`."""
 
     def __init__(self, module: torch.nn.Module, recorder: SavesRecorder) -> None:
         super().__init__()

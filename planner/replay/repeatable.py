@@ -1,9 +1,9 @@
-"""Which calls of a recorded forward can run again in the backward, whatever a plan says.
+"""The calls of a recorded forward that can run again in the backward, whatever a plan says.
 
-What runs again must read what it read: nothing writes that afterwards, and the unit of ``fully_shard`` that
-gathers it is gathered then. A call runs again together with the calls that write over its results. What it
-reads before that is written over is made right before it, for it alone: so runs the copy again that autograd
-keeps of what an activation in place writes.
+A re-run must read what the first run read: nothing writes its operands afterwards, and the unit of
+``fully_shard`` whose parameters it reads is gathered. A call runs again together with the calls that write
+over its results. An operand that the forward writes over later is made right before the call, for it alone:
+so the copy that autograd keeps of the operand of an activation in place can run again.
 """
 
 from bisect import bisect_left
@@ -13,11 +13,11 @@ from planner.replay.recorder import Saved
 from planner.replay.units import ROOT
 from planner.training_step.recorder import Event
 
-ELSEWHERE = "units hand it to one another"
+CROSSES_UNITS = "units hand it to one another"
 
 
 class Repeatable:
-    """What a step that saves tensors allows to run again.
+    """Says of each event of a recording whether it can run again.
 
     Attributes:
         writers: By storage, the events that write it after the one that made it.
@@ -27,54 +27,56 @@ class Repeatable:
         self._events, self._saved = events, saved
         self._maker: dict[int, int] = {}  # by storage: the event that made it
         self.writers: dict[int, list[int]] = {}
-        self._last_there = self._find_writers()  # by identity of what was there: the last event to write it
+        # By identity of a storage from before the step: the last event that writes it.
+        self._last_outside_write = self._find_writers()
         self._changed = {s for s, writers in self.writers.items() if writers[-1] >= saved.forward_events}
         self._kept = self._find_kept()
 
     def _find_writers(self) -> dict[int, int]:
-        last_there: dict[int, int] = {}
-        for index, (event, made) in enumerate(zip(self._events, self._saved.made, strict=True)):
+        last_outside_write: dict[int, int] = {}
+        for index, (event, call) in enumerate(zip(self._events, self._saved.details, strict=True)):
             for storage in event.allocates:
                 self._maker[storage] = index
-            for storage in made.written:
+            for storage in call.written:
                 if storage >= 0 and self._maker.get(storage) != index:
                     self.writers.setdefault(storage, []).append(index)
-            for key in (*made.there_written, *made.statistics):
-                last_there[key] = index
-        for key, noticed in self._saved.there_unseen.items():
-            last_there[key] = max(last_there.get(key, -1), noticed)
-        return last_there
+            for key in (*call.outside_written, *call.statistics):
+                last_outside_write[key] = index
+        for key, noticed in self._saved.outside_unseen.items():
+            last_outside_write[key] = max(last_outside_write.get(key, -1), noticed)
+        return last_outside_write
 
     def _find_kept(self) -> dict[int, str]:
-        """The storages that are not made again whatever makes them, and why: for when and where they are
-        asked for."""
+        """The storages that must be kept for when and where nodes ask for them, each with the reason."""
         saved = self._saved
-        early = "the forward itself asks for it"
+        in_forward = "the forward itself asks for it"
         kept = {
-            saved.saves[number].storage: early for number, at in saved.unpacked if at < saved.forward_events
+            saved.saves[number].storage: in_forward
+            for number, at in saved.unpacked
+            if at < saved.forward_events
         }
-        rows = [i for i, made in enumerate(saved.made) if self._events[i].allocates or made.written]
-        units: dict[int, set[int]] = {}  # by row: those whose nodes ask before it, and behind the one before
+        rows = [i for i, call in enumerate(saved.details) if self._events[i].allocates or call.written]
+        units: dict[int, set[int]] = {}  # by row: the units whose nodes ask between the row before and it
         for number, at in saved.unpacked:
             units.setdefault(bisect_left(rows, at), set()).add(saved.saves[number].unit)
         for save in saved.saves:
-            if any(saved.made[w].position >= save.begun for w in self.writers.get(save.storage, ())):
+            if any(saved.details[w].position >= save.begun for w in self.writers.get(save.storage, ())):
                 kept.setdefault(save.storage, "autograd saves it before a call writes over it")
             mixed = any(len(units[bisect_left(rows, at)]) > 1 for at in save.unpacked)
             if len(save.unpacked) > 1:
                 kept.setdefault(save.storage, "a node asks for it twice")
             elif mixed or not save.gathered or self._crosses(save.storage, save.unit):
-                kept.setdefault(save.storage, ELSEWHERE)
-        for made in saved.made:
-            if made.position >= 0:
-                crossing = (s for s in made.operands if self._crosses(s, made.unit))
-                kept.update((s, ELSEWHERE) for s in crossing if s not in kept)
+                kept.setdefault(save.storage, CROSSES_UNITS)
+        for call in saved.details:
+            if call.position >= 0:
+                crossing = (s for s in call.operands if self._crosses(s, call.unit))
+                kept.update((s, CROSSES_UNITS) for s in crossing if s not in kept)
         return kept
 
     def _crosses(self, storage: int, unit: int) -> bool:
-        """Whether a unit has a storage of another one, not of the root."""
+        """Whether a storage was made in another unit, not in the root."""
         maker = self._maker.get(storage)
-        return maker is not None and self._saved.made[maker].unit not in (unit, ROOT)
+        return maker is not None and self._saved.details[maker].unit not in (unit, ROOT)
 
     def may_run_again(self, index: int) -> bool:
         """Whether a call, with the calls that write over its results, can run again in the backward."""
@@ -90,7 +92,7 @@ class Repeatable:
         for storage in allocates:
             if storage in self._changed:
                 return "the backward writes over its result"
-            if storage in self._saved.unsure:
+            if storage in self._saved.own_counters:
                 return "a tensor of its result counts writes by itself"
             if storage in self._kept:
                 return self._kept[storage]
@@ -101,56 +103,58 @@ class Repeatable:
                 if why is None and not self._reads_earlier(writer, index, storage):
                     why = "it reads what is made later"
                 if why is not None:
-                    return f"{self._saved.operators[self._saved.made[writer].position]} writes over it: {why}"
+                    return (
+                        f"{self._saved.operators[self._saved.details[writer].position]} writes over it: {why}"
+                    )
         return None
 
     def _reads_earlier(self, writer: int, index: int, own: int) -> bool:
-        """Whether a call that writes over the result of another reads only what was there before that one:
-        solvers run calls again in the order of the forward, and the two run as one."""
-        operands = self._saved.made[writer].operands
+        """Whether a writer of a call's result reads, beside ``own``, only storages made before that call: the
+        two run again as one, in its place."""
+        operands = self._saved.details[writer].operands
         return all(storage == own or self._maker.get(storage, -1) < index for storage in operands)
 
     def read_before_writes(self, index: int) -> dict[int, int]:
-        """The storages that a call reads before the forward writes over them, and the calls that make these:
-        where the call runs again, they run again right before it."""
-        made = self._saved.made[index]
+        """The storages that a call reads and the forward writes over later, with the calls that make them:
+        those run again right before it."""
+        call = self._saved.details[index]
         found: dict[int, int] = {}
-        for storage in made.operands:
+        for storage in call.operands:
             writers, maker = self.writers.get(storage, ()), self._maker.get(storage, -1)
             if (
                 maker >= 0
                 and writers
                 and index < writers[0]
-                and self._saved.made[writers[0]].position >= 0
-                and storage in self._saved.made[maker].results
-                and self._saved.made[maker].unit == made.unit
+                and self._saved.details[writers[0]].position >= 0
+                and storage in self._saved.details[maker].results
+                and self._saved.details[maker].unit == call.unit
                 and storage not in self._saved.unseen
-                and storage not in self._saved.unsure
+                and storage not in self._saved.own_counters
                 and self._why_not_alone(maker, frozenset(self._events[maker].allocates), {}) is None
-                and not draws(self._saved.operators[self._saved.made[maker].position])
+                and not draws(self._saved.operators[self._saved.details[maker].position])
             ):
                 found[storage] = maker
         return found
 
     def _why_not_alone(self, index: int, own: frozenset[int], made_before: dict[int, int]) -> str | None:
-        made = self._saved.made[index]
-        if made.position < 0:
+        call = self._saved.details[index]
+        if call.position < 0:
             return "it is no call of the forward"
-        func = self._saved.operators[made.position]
+        func = self._saved.operators[call.position]
         if not can_run_again(func):
             return "the operator is not run twice"
-        if made.generator:
+        if call.generator:
             return "it draws from a generator that it was handed"
-        if made.there_written or any(storage not in own for storage in made.written):
+        if call.outside_written or any(storage not in own for storage in call.written):
             return "it writes what was there before"
         unit_of = self._saved.unit_of
-        if any(unit_of.get(key, ROOT) not in (made.unit, ROOT) for key in made.there_read):
+        if any(unit_of.get(key, ROOT) not in (call.unit, ROOT) for key in call.outside_read):
             return "it reads parameters of another unit"
-        # What it reads must be what it read: nothing writes it afterwards.
-        for storage in set(made.operands).difference(own, made_before, (-1,)):
+        # A re-run must read what the first run read.
+        for storage in set(call.operands).difference(own, made_before, (-1,)):
             if self._last_write(storage) > index:
                 return "what it reads is written afterwards"
-        if any(self._last_there.get(key, -1) > index for key in made.there_read):
+        if any(self._last_outside_write.get(key, -1) > index for key in call.outside_read):
             return "a parameter, buffer or input that it reads is written afterwards"
         return None
 

@@ -1,7 +1,7 @@
-"""What a followed step holds of its plan's values, and what it notes of the calls that make them.
+"""The plan's values in one step, and the notes of the calls that make them.
 
 Nothing is taken on trust. A tensor counts as the value of a slot only if it lies in the very storage that the
-noted call made, and nothing was written to that since but by calls that are noted, too.
+noted call made, and only noted calls have written to that since.
 """
 
 import weakref
@@ -27,45 +27,45 @@ from planner.replay.calls import (
     statistics_of,
     written_operands,
 )
-from planner.replay.noted import Held, Look, Mask, Recipe, alias, among, changed, state_of_generators
-from planner.replay.program import Call
-from planner.replay.steps import Steps
+from planner.replay.loaded_program import LoadedProgram
+from planner.replay.noted import Held, InSlot, Mask, Recipe, alias, arguments_of, changed_error, rng_state
+from planner.replay.program import PlannedCall
 
 
 class Slots:
     """The values of a plan in one step, by number.
 
     Attributes:
-        tensors: What is in each slot; None where it was let go of.
-        kept: Slots in which is what the forward itself made.
-        recipes: By position, the calls that can run again.
-        masks: By slot, those that are kept as bits.
-        changed: Slots that a call has written to which the plan has not seen.
-        strayed: Whether something was not the value that the plan has there.
+        tensors: By slot, its tensor; None where that was freed.
+        kept: Slots that hold what the forward itself made.
+        recipes: By position, the noted calls.
+        masks: By slot, the form of a mask that is kept as bits.
+        changed: Slots that an unplanned call has written to.
+        strayed: Whether a tensor was not the value that the plan has at its place.
     """
 
-    def __init__(self, steps: Steps) -> None:
-        self._masked, self._bits = steps.masks, steps.program.bits
-        self._makers = steps.program.makers
+    def __init__(self, loaded: LoadedProgram) -> None:
+        self._masked, self._bits = loaded.masks, loaded.program.bits
+        self._makers = loaded.program.makers
         self.tensors: dict[int, torch.Tensor | None] = {}
         self.kept: set[int] = set()
         self.recipes: dict[int, Recipe] = {}
         self.masks: dict[int, Mask] = {}
         self.changed: set[int] = set()
         self.strayed = False
-        self._refs: dict[int, Any] = {}  # weak references to storages
+        self._refs: dict[int, Any] = {}  # weak references to the storages
         self._versions: dict[int, int] = {}
-        self._copied: set[int] = set()  # kept ones of which Python has a tensor that counts by itself
+        self._counted_elsewhere: set[int] = set()  # kept: Python's tensor has another version counter
 
     # ---- forward --------------------------------------------------------------------------------------
 
-    def run(self, position: int, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call of the forward that the plan has something to do with, and note it."""
+    def run(self, position: int, call: PlannedCall, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a planned call of the forward: note it, keep its results, or pack its mask, as planned."""
         state = recipe = None
         writes = operators.writes(func) and not is_batch_norm(func)
-        if call.recorded and can_run_again(func) and not (draws(func) and has_generator(args, kwargs)):
+        if call.noted and can_run_again(func) and not (draws(func) and has_generator(args, kwargs)):
             if draws(func):
-                state = state_of_generators(args, kwargs)
+                state = rng_state(args, kwargs)
             operands = iter(call.operands)
             own = (*call.written, *(s for maker, made in call.before if maker in self.recipes for s in made))
             noted = [self._noted(a, operands, own) for a in args]
@@ -77,14 +77,14 @@ class Slots:
         if recipe is not None:
             self.recipes[position] = recipe
         if call.results:
-            self._made(call, func, out)
+            self._note_results(call, func, out)
         if call.packs is not None:
             self._pack_bits(*call.packs, func, out, args)
         if call.written:
             self._written(call, func, args, kwargs, recipe)
         return out
 
-    def _made(self, call: Call, func: Any, out: Any) -> None:
+    def _note_results(self, call: PlannedCall, func: Any, out: Any) -> None:
         made = (out,) if isinstance(out, torch.Tensor) else tuple(results_of(out))
         for j, slot, kept in call.results:
             if j >= len(made):
@@ -97,31 +97,31 @@ class Slots:
                 self.tensors[slot] = alias(tensor)
                 self.kept.add(slot)
                 if is_factory(func):
-                    self._copied.add(slot)
+                    self._counted_elsewhere.add(slot)
 
-    def _written(self, call: Call, func: Any, args: Any, kwargs: Any, recipe: Recipe | None) -> None:
+    def _written(self, call: PlannedCall, func: Any, args: Any, kwargs: Any, recipe: Recipe | None) -> None:
         for slot, tensor in zip(call.written, written_operands(func, args, kwargs), strict=False):
             if slot < 0 or not self.holds(slot, tensor):
                 continue
             self._watch(slot, tensor, writes=True)
-            if call.recorded and recipe is None:
-                self._refs.pop(slot)  # run again it would lack this
+            if call.noted and recipe is None:
+                self._refs.pop(slot)  # a re-run would lack this write: the slot matches nothing any more
             else:
                 self._versions[slot] += 1  # PyTorch counts it when this call has returned
 
-    def _holds_all_written(self, call: Call, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether all that a call writes is in slots: run again it must write to nothing else."""
+    def _holds_all_written(self, call: PlannedCall, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a call writes to slots alone: a re-run must write to nothing else."""
         written = written_operands(func, args, kwargs)
         return len(written) == len(call.written) and all(
             slot >= 0 and self.holds(slot, tensor) for slot, tensor in zip(call.written, written, strict=True)
         )
 
     def _pack_bits(self, slot: int, bits: int, func: Any, out: torch.Tensor, args: Any) -> None:
-        """Keep a mask as bits that the call which has just run has made, or written for the last time."""
-        kept = masks.kept_by(func, out, args)
-        if kept is not None and slot in self._masked and self.holds(slot, out) and fills_storage(out):
-            self.tensors[bits] = noise_operators.pack(out, kept)
-            self.masks[slot] = Mask(out, kept)
+        """Keep as bits the mask that a call has just made, or written for the last time."""
+        nonzero = masks.nonzero_value(func, out, args)
+        if nonzero is not None and slot in self._masked and self.holds(slot, out) and fills_storage(out):
+            self.tensors[bits] = noise_operators.pack(out, nonzero)
+            self.masks[slot] = Mask(out, nonzero)
 
     def holds(self, slot: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in a slot's storage, as the noted calls left it."""
@@ -131,28 +131,28 @@ class Slots:
         )
 
     def can_be_made(self, slot: int) -> bool:
-        """Whether what a slot holds is there as bits, or all calls that make it were noted."""
+        """Whether a slot's value can be made again: of its bits, or by calls that were all noted."""
         if slot in self.masks:
             return True
         makers = self._makers.get(slot, (-1,))
         return all(maker in self.recipes for maker in makers)
 
     def _watch(self, slot: int, tensor: torch.Tensor, *, writes: bool = False) -> None:
-        """Hold a kept slot by a tensor that Python has, whose count of writes tells of them; by the one that
-        is written, as what ``_unsafe_view`` returns counts by itself."""
-        if slot in self._copied or (writes and slot in self.kept):
-            self._copied.discard(slot)
+        """Hold a kept slot by the tensor whose version counter counts the user's writes: Python's tensor of a
+        factory's result, or the one that is written (a result of ``_unsafe_view`` has its own counter)."""
+        if slot in self._counted_elsewhere or (writes and slot in self.kept):
+            self._counted_elsewhere.discard(slot)
             self.tensors[slot] = alias(tensor)
 
     def _noted(self, argument: Any, operands: Iterator[int], own: Sequence[int]) -> Any:
-        """An argument of a call that runs again; ``own`` are the slots that the call itself writes, or that
-        are made for it alone."""
+        """Note an argument of a call. ``own`` are the slots that the call itself writes, or that are made for
+        it alone."""
         if isinstance(argument, torch.Tensor):
             slot = next(operands, -1)
-            there = slot >= 0 and self.holds(slot, argument)
-            if there and (slot in own or slot in self.kept or self.can_be_made(slot)):
+            in_slot = slot >= 0 and self.holds(slot, argument)
+            if in_slot and (slot in own or slot in self.kept or self.can_be_made(slot)):
                 self._watch(slot, argument)
-                return Look(slot, argument)
+                return InSlot(slot, argument)
             if slot >= 0:
                 self.strayed = True
             return Held(argument)
@@ -161,38 +161,38 @@ class Slots:
         return argument
 
     def wrote(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Note a write of a call that the plan has not seen: what was saved before lacks it."""
+        """Notice the writes of an unplanned call: re-runs would lack them."""
         for tensor in written_operands(func, args, kwargs):
             storage = tensor.untyped_storage()
             self.changed.update(slot for slot, ref in self._refs.items() if ref() is storage)
         for tensor in statistics_of(func, args):  # PyTorch does not count these
             storage = tensor.untyped_storage()
             for recipe in self.recipes.values():
-                for held in () if is_batch_norm(recipe.func) else among(recipe, Held):
+                for held in () if is_batch_norm(recipe.func) else arguments_of(recipe, Held):
                     if held.tensor.untyped_storage() is storage:
-                        held.version = -1
+                        held.version = -1  # reading it again is an error
 
     # ---- backward -------------------------------------------------------------------------------------
 
     def put(self, slot: int, made: torch.Tensor) -> None:
-        """Put what was made again into a slot."""
+        """Fill a slot with a tensor that was made again."""
         self.tensors[slot] = made
         self.kept.discard(slot)
 
-    def taken(self, slot: int) -> torch.Tensor | None:
-        """What is in a slot; of what the forward put there, as it was by then.
+    def checked(self, slot: int) -> torch.Tensor | None:
+        """The tensor of a slot, if there is one.
 
         Raises:
-            InputsChanged: It was changed in place since.
+            InputsChanged: The forward made it, and it was changed in place since.
         """
         base = self.tensors.get(slot)
         if base is not None and slot in self.kept and base._version != self._versions[slot]:
-            raise changed(base)
+            raise changed_error(base)
         return base
 
-    def there(self, slot: int) -> torch.Tensor | None:
-        """What is in a slot, also where it is there as bits."""
-        base = self.taken(slot)
+    def checked_or_unpacked(self, slot: int) -> torch.Tensor | None:
+        """The tensor of a slot, unpacked where only its bits are there."""
+        base = self.checked(slot)
         if base is None and slot in self.masks:
             bits = self.tensors.get(self._bits[slot])
             return None if bits is None else self.masks[slot].unpacked(bits)
@@ -202,7 +202,7 @@ class Slots:
         """The noted call of a position.
 
         Raises:
-            FreedError: A backward has let go of it.
+            FreedError: An earlier backward has freed it.
         """
         recipe = self.recipes.get(position)
         if recipe is None:

@@ -1,7 +1,7 @@
-"""The units of ``fully_shard`` while a forward runs: which one, and whether hooks around it run.
+"""The units of ``fully_shard`` while a forward runs: the current one, and whether its hooks run.
 
-Hooks of ``fully_shard`` gather and free, and cast what a unit is given. What they call is no part of the
-forward that a plan follows: it is not counted, in the recording of a step and in every planned step alike.
+Hooks of ``fully_shard`` gather and free parameters, and cast a unit's inputs. Their operator calls are no
+part of the forward that a plan follows: neither the recording of a step nor a planned step counts them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 ROOT = 0
-"""The number of the unit that has what no other has. It stays gathered through the backward."""
+"""The number of the root unit: of parameters of no other unit. It stays gathered through the backward."""
 
 
 class Units:
-    """Which unit of a module's a forward is in.
+    """Tells the unit that a forward is in.
 
     Args:
         modules: The modules of all units, the module itself among them, each with the number of its unit.
 
     Attributes:
-        in_hooks: Whether hooks of one of these modules run, not its forward.
+        in_hooks: Whether hooks of one of these modules are running, not its forward.
     """
 
     def __init__(self, modules: Iterable[tuple[torch.nn.Module, int]] = ()) -> None:
@@ -31,35 +31,32 @@ class Units:
 
     @property
     def current(self) -> int:
-        """The number of the unit."""
+        """The number of the unit that the forward is in."""
         return self._inside[-1]
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """A context in which hooks before and behind all others of these modules keep this up to date."""
+        """A context in which hooks around those of ``fully_shard`` keep this up to date."""
         handles = []
         for module, number in self._modules:
 
-            def enter(*_: Any) -> None:
+            def hooks_begin(*_: Any) -> None:
                 self.in_hooks = True
 
-            def begin(*_: Any, number: int = number) -> None:
+            def forward_begins(*_: Any, number: int = number) -> None:
                 self._inside.append(number)
                 self.in_hooks = False
 
-            def end(*_: Any) -> None:
-                self.in_hooks = True
-
-            def leave(*_: Any) -> None:
+            def hooks_end(*_: Any) -> None:
                 if len(self._inside) > 1:
                     self._inside.pop()
                 self.in_hooks = False
 
             handles += [
-                module.register_forward_pre_hook(enter, prepend=True),
-                module.register_forward_pre_hook(begin),
-                module.register_forward_hook(end, prepend=True, always_call=True),
-                module.register_forward_hook(leave, always_call=True),
+                module.register_forward_pre_hook(hooks_begin, prepend=True),
+                module.register_forward_pre_hook(forward_begins),
+                module.register_forward_hook(hooks_begin, prepend=True, always_call=True),
+                module.register_forward_hook(hooks_end, always_call=True),
             ]
         try:
             yield

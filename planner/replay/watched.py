@@ -1,7 +1,7 @@
-"""A step whose plan drops nothing: it runs as it is, and what autograd saves is compared with the plan.
+"""A step whose plan drops nothing: it runs as it is, and its saved tensors are compared with the plan.
 
-No call of an operator is counted. Hooks on saved tensors take ten microseconds each all the same, so that of
-many steps some are looked at.
+No operator call is counted. A hook on a saved tensor still takes ten microseconds, so after the first steps
+only some are watched.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,35 +12,35 @@ import torch
 from planner._torch.autograd import hooks_on_saved_tensors
 from planner._torch.tensors import without_history
 from planner.replay.follow import unpack
-from planner.replay.steps import Steps
+from planner.replay.loaded_program import LoadedProgram
 from planner.replay.units import ROOT, Units
 
-FIRST, EACH = 8, 16
-"""How many steps are looked at first, and one of how many later."""
+FIRST_STEPS, ONE_IN = 8, 16
+"""So many first steps are watched, then one in so many."""
 
 
 class WatchedStep:
-    """The saved tensors of one forward.
+    """Counts the saved tensors of one forward.
 
     Attributes:
-        count: How many there were.
+        count: Their number so far.
     """
 
-    def __init__(self, steps: Steps, units: Units) -> None:
-        self._planned, self._units = steps.saved_bytes, units
-        self._steps, self.count = steps, 0
-        self._larger: tuple[int, int] | None = None  # bytes of one, and those that were planned
+    def __init__(self, loaded: LoadedProgram, units: Units) -> None:
+        self._planned, self._units = loaded.saved_bytes, units
+        self._loaded, self.count = loaded, 0
+        self._larger: tuple[int, int] | None = None  # a saved tensor's bytes, and its planned bytes
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What autograd holds of a tensor that it saves."""
-        if not self._units.in_hooks:  # what these save is not counted
+        """Count a tensor that autograd saves; returns it, with its version."""
+        if not self._units.in_hooks:  # saves of fully_shard's hooks are not counted
             planned = self._planned[self.count] if self.count < len(self._planned) else 0
             if planned and tensor.layout is torch.strided:
                 size = tensor.untyped_storage().nbytes()
                 if size > planned:
                     self._larger = size, planned
             self.count += 1
-        tensor = without_history(tensor)  # the node of a result would hold itself
+        tensor = without_history(tensor)  # a node that holds its own result would hold itself
         return tensor, tensor._version
 
     @property
@@ -49,9 +49,9 @@ class WatchedStep:
         return self.count != len(self._planned)
 
     def tell_of_more(self) -> None:
-        """Say what takes more than planned."""
+        """Warn of more or larger saved tensors than planned."""
         if self.count > len(self._planned):
-            self._steps.tell_once(
+            self._loaded.tell_once(
                 "path",
                 f"autograd saves {self.count:,} tensors in the forward, and {len(self._planned):,} are "
                 "planned: it took a path that the plan has not seen, and the step may take more than "
@@ -59,19 +59,19 @@ class WatchedStep:
                 "with on_new_shape='replan'",
             )
         elif self._larger is not None and not self.other_path:
-            self._steps.tell_of_larger(*self._larger)
+            self._loaded.tell_of_larger(*self._larger)
 
 
 def watched(
-    steps: Steps, forward: Callable[[], Any], units: Iterable[torch.nn.Module]
+    loaded: LoadedProgram, forward: Callable[[], Any], units: Iterable[torch.nn.Module]
 ) -> tuple[Any, WatchedStep | None]:
-    """Run a forward as it is; returns its output, and what watched it.
+    """Run a forward as it is; returns its output, and the watched step.
 
-    Under hooks of others on saved tensors, as ``save_on_cpu``, nothing does: ours would take their place.
+    Under hooks of others on saved tensors, as ``save_on_cpu``, it is None: ours would replace those.
     """
     if hooks_on_saved_tensors() is not None:
         return forward(), None
-    step = WatchedStep(steps, Units((module, ROOT) for module in units))
+    step = WatchedStep(loaded, Units((module, ROOT) for module in units))
     with torch.autograd.graph.saved_tensors_hooks(step.pack, unpack), step._units.watched():
         output = forward()
     return output, step

@@ -1,4 +1,7 @@
-"""The call of a planned module: its guards, and the choice of a program. Subclasses follow the plan."""
+"""The call of a planned module: guards decide whether the plan runs it, then a program is chosen for it.
+
+Subclasses follow the plan.
+"""
 
 import os
 from collections.abc import Callable
@@ -26,7 +29,7 @@ Run = Callable[..., Any]
 
 
 class Instead(Protocol):
-    """Given a step's arguments, a function that runs the step in place of this plan; None: the plan runs."""
+    """Given a step's arguments, returns a function to run instead of this plan; None to follow the plan."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None: ...
 
@@ -37,8 +40,8 @@ class PlanCall(InstalledCall):
     Attributes:
         plan: The plan.
         on_new_shape, loss, arena, offload_folder: As :func:`planner.runtime.install.apply` was given them.
-        when_accumulating: Asked where gradients are there when a step begins, and the plan counts none.
-        when_changed: Asked before every step, where parameters may have grown or thawed.
+        when_accumulating: Asked when a step begins with gradients from before, of a plan that counts none.
+        when_changed: Asked before every step, if parameters may grow or thaw.
     """
 
     _calls: Calls
@@ -58,7 +61,7 @@ class PlanCall(InstalledCall):
     ) -> None:
         """
         Args:
-            unpickled: Restores it where a pickled module is loaded.
+            unpickled: The function that restores the call when a pickled module is loaded.
         """
         super().__init__(model, previous, plan.model.training)
         self.plan, self.on_new_shape, self.loss, self._unpickled = plan, on_new_shape, loss, unpickled
@@ -68,10 +71,9 @@ class PlanCall(InstalledCall):
         self.when_accumulating: Instead | None = None
         self.when_changed: Instead | None = None
         self._programs: dict[Any, Callable[..., Any]] = {}
-        self._strayed: tuple[Any, Any] | None = None  # arguments of a step that took an unseen path
-        self._earlier: EarlierGradients | None = (
-            None  # watched for until there are some, if the plan counts none
-        )
+        self._strayed_arguments: tuple[Any, Any] | None = None  # arguments of a step that took an unseen path
+        # Watches for gradients at the beginning of a step until there are some, if the plan counts none.
+        self._earlier: EarlierGradients | None = None
         if plan.resident.gradient_bytes == 0:
             self._earlier = EarlierGradients(model.modules)
         self._set_up()
@@ -134,7 +136,7 @@ class PlanCall(InstalledCall):
         return self.run_original
 
     def _is_left_to_the_module(self, args: Any, kwargs: Any) -> Run | None:
-        """No warning: there was one when such calls were left to the module."""
+        """Nothing warns here: there was a warning when such calls were first left to the module."""
         return self.run_original if self._calls.is_left(args, kwargs) else None
 
     def _has_changed(self, args: Any, kwargs: Any) -> Run | None:
@@ -145,7 +147,7 @@ class PlanCall(InstalledCall):
         if not earlier or not differentiates(self._model, args, kwargs):
             return None
         if self.when_accumulating is None:
-            earlier_bytes = EarlierBytes(self.plan, self._model, self._told_of_gradients)
+            earlier_bytes = EarlierBytes(self.plan, self._model, self._forget_gradients)
             return lambda *a, **k: earlier_bytes.watched(self.run_planned(*a, **k))
         self._earlier = None
         return self.when_accumulating(args, kwargs)
@@ -162,7 +164,7 @@ class PlanCall(InstalledCall):
         _accumulates,
     )
 
-    # ---- for those that follow plans -----------------------------------------------------------------------
+    # ---- for subclasses, which follow plans ----------------------------------------------------------------
 
     def _as_written(self, *args: Any, **kwargs: Any) -> Any:
         return modules.module_call(self._model, *args, **kwargs)
@@ -173,21 +175,22 @@ class PlanCall(InstalledCall):
             self.unplanned.called_in_other_mode(output)
         return output
 
-    def _told_of_gradients(self) -> None:
+    def _forget_gradients(self) -> None:
+        """Watch for earlier gradients no more: the user was warned of them."""
         self._earlier = None
 
     def _begin(self) -> None:
-        """Reserve the arena; plan again, if asked for, where the last step took another path than planned."""
+        """Reserve the arena. With "replan", plan again if the last step took another path than planned."""
         self._arena.before_step(self._model)
-        if self._strayed is not None:
-            if self._shapes.look_at_path(*self._strayed):
+        if self._strayed_arguments is not None:
+            if self._shapes.look_at_path(*self._strayed_arguments):
                 self._programs.clear()
-            self._strayed = None
+            self._strayed_arguments = None
 
     def _program(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], unplanned_run: Run
     ) -> Callable[..., Any]:
-        """A function that runs a step with such arguments, given the module and these.
+        """The program for such arguments: a function of the module, args and kwargs.
 
         Args:
             unplanned_run: Runs the step without the plan.
@@ -208,7 +211,9 @@ class PlanCall(InstalledCall):
     def _end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the arguments of a step that took an unseen path, to plan for it when the next step begins.
 
-        Now the values that the forward keeps take the memory.
+        Planning waits until then, as now the values that the forward keeps take the memory.
         """
         if self.on_new_shape == "replan" and self._shapes.strayed:
-            self._strayed = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), (args, kwargs))
+            self._strayed_arguments = map_tensors(
+                lambda t: t.detach().requires_grad_(t.requires_grad), (args, kwargs)
+            )

@@ -14,9 +14,9 @@ from planner.errors import warn
 from planner.parallel.sharded_as_planned import has_other_units
 from planner.planfile.plan import PlanRecord
 from planner.replay.follow import followed
+from planner.replay.loaded_program import LoadedProgram
 from planner.replay.program import program_of
-from planner.replay.steps import Steps
-from planner.replay.watched import EACH, FIRST, watched
+from planner.replay.watched import FIRST_STEPS, ONE_IN, watched
 from planner.runtime.first_forward import OtherPaths
 from planner.runtime.plan_call import PlanCall
 from planner.runtime.shapes.policy import NewShapes
@@ -58,7 +58,7 @@ def _followers(
     paths: OtherPaths,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Functions that run a module by a plan, at the planned shape and at others: here the same one twice."""
-    steps, warned, begun = Steps(program_of(plan)), False, 0
+    loaded, warned, begun = LoadedProgram(program_of(plan)), False, 0
     planned = plan.target.parallel
     # Calls by hooks on these modules are not counted: fully_shard gathers and frees by such hooks.
     units = ["", *plan.model.regions] if planned is not None and planned.kind == "fsdp2" else []
@@ -66,23 +66,23 @@ def _followers(
     def watch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal begun
         begun += 1
-        if begun > FIRST and begun % EACH:
+        if begun > FIRST_STEPS and begun % ONE_IN:
             return _as_it_is(model, args, kwargs)
         forward = partial(_as_it_is, model, args, kwargs)
-        output, step = watched(steps, forward, map(model.get_submodule, units))
+        output, step = watched(loaded, forward, map(model.get_submodule, units))
         if step is not None:
             paths.met = paths.met or step.other_path
             step.tell_of_more()
         return output
 
-    if not steps.program.runs and plan.predicted.dynamic_peak_bytes >= plan.baseline.dynamic_peak_bytes:
+    if not loaded.program.runs and plan.predicted.dynamic_peak_bytes >= plan.baseline.dynamic_peak_bytes:
         return watch, _as_it_is  # nothing is dropped
 
     def follow(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         nonlocal warned
         with blocks_run_as_written(), parts_run_uncompiled():  # as when the step was recorded
             output, step = followed(
-                steps, lambda: modules.module_call(model, *args, **kwargs), map(model.get_submodule, units)
+                loaded, lambda: modules.module_call(model, *args, **kwargs), map(model.get_submodule, units)
             )
         calls.last.follow(step.backward)
         if not step.followed:

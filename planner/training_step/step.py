@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from planner._torch import pytree
 from planner._torch.autocast_state import without_autocast
-from planner._torch.distributed import pipelines_let_go
+from planner._torch.distributed import pipelines_free_early
 from planner._torch.tensors import held_tensors, storage_number
 from planner.addresses import identity
 from planner.choices import Outputs
@@ -95,7 +95,7 @@ class Step:
 
         It receives their gradients when their backward begins.
         """
-        return self.in_flight is not None and self.outputs == "dropped" and pipelines_let_go()
+        return self.in_flight is not None and self.outputs == "dropped" and pipelines_free_early()
 
     def run(
         self,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
 import planner
-from planner._torch.distributed import pipelines_let_go
+from planner._torch.distributed import pipelines_free_early
 from planner.planfile.simulated import simulated
 from planner.planning.options import OptionError
 from planner.verification.measure import measure_peak
@@ -73,7 +73,7 @@ def _trained(schedule: str) -> str:
 def _received_within_the_step(example: Any) -> int:
     """Of activations, which plans count among what is there before: those of all micro-batches, as the last
     stage holds them by its losses until the step ends."""
-    receives = dist.get_rank() > 0 and pipelines_let_go()
+    receives = dist.get_rank() > 0 and pipelines_free_early()
     elements = example.MICRO_BATCHES * example.SEQUENCES * example.CONTEXT * example.WIDTH
     return elements * torch.float32.itemsize if receives else 0
 
@@ -140,7 +140,7 @@ def test_what_is_sent_is_let_go_of_when_all_have_had_their_forward(
     monkeypatch: pytest.MonkeyPatch, count: int, read: bool
 ) -> None:
     """As pipelines do from PyTorch 2.15 on; what the backward reads is there until then."""
-    monkeypatch.setattr(planner.training_step.step, "pipelines_let_go", lambda: True)
+    monkeypatch.setattr(planner.training_step.step, "pipelines_free_early", lambda: True)
     wide = [] if read else [torch.nn.Linear(32, 2048)]  # so that the forward is where the peak is
     stage, x, step = _stage(*wide, in_flight=count, accumulate=False, outputs="dropped")
     plan = step.plan("100%" if count == 1 else "85%" if read else "98%")

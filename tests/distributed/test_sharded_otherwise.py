@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import planner
-from planner._torch.distributed import autograd_adds_up, sharded_units
+from planner._torch.distributed import autograd_sums_micro_batches, sharded_units
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PARALLEL = planner.FSDP2(1, reshard_after_forward=None)
@@ -145,7 +145,9 @@ def test_a_unit_without_parameters_is_none_that_counts(sharded: bool) -> None:
         ({}, planner.FSDP2(1, None, reduce_dtype=torch.float32)),
         (
             {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
-            planner.FSDP2(1, None, torch.bfloat16, torch.float32 if autograd_adds_up() else torch.bfloat16),
+            planner.FSDP2(
+                1, None, torch.bfloat16, torch.float32 if autograd_sums_micro_batches() else torch.bfloat16
+            ),
         ),
     ],
 )

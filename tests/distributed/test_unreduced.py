@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import planner
-from planner._torch.distributed import _fully_sharded_parameters, autograd_adds_up
+from planner._torch.distributed import _fully_sharded_parameters, autograd_sums_micro_batches
 from planner._torch.execution.allocator_events import record_cpu_allocations
 from planner.capture.capture import record_eagerly
 from planner.costs.devices import find_device
@@ -203,7 +203,7 @@ def test_whole_gradients_are_there_until_the_optimizers_step() -> None:
     assert once.whole_step is not None
     assert added.whole_step.optimizer_step_bytes == once.whole_step.optimizer_step_bytes
     half = _plan(planner.FSDP2(2, True, torch.bfloat16, no_sync=True))
-    assert half.resident.unreduced_bytes == (4 if autograd_adds_up() else 2) * sum(sizes)
+    assert half.resident.unreduced_bytes == (4 if autograd_sums_micro_batches() else 2) * sum(sizes)
     assert planner.Plan.loads(half.dumps()).target.parallel == half.target.parallel
 
 
@@ -230,7 +230,7 @@ def test_both_ways_to_cast_and_add_up_gradients_are_followed(
     monkeypatch: pytest.MonkeyPatch, adds_up: bool
 ) -> None:
     for module in (fully_shard_hooks, unreduced):
-        monkeypatch.setattr(module, "autograd_adds_up", lambda: adds_up)
+        monkeypatch.setattr(module, "autograd_sums_micro_batches", lambda: adds_up)
 
     def recorded(options: planner.FSDP2) -> tuple[int, list[tuple[str, str | None]]]:
         x = torch.ones(2, 64, requires_grad=True)
@@ -252,9 +252,9 @@ def test_both_ways_to_cast_and_add_up_gradients_are_followed(
     peak, said = recorded(planner.FSDP2(2))
     assert not said
     if adds_up:
-        monkeypatch.setattr(fully_shard_hooks, "autograd_adds_up", lambda: False)
+        monkeypatch.setattr(fully_shard_hooks, "autograd_sums_micro_batches", lambda: False)
         assert recorded(planner.FSDP2(2))[0] - peak == 64 * 4  # the last gradient is not held
-        monkeypatch.setattr(fully_shard_hooks, "autograd_adds_up", lambda: True)
+        monkeypatch.setattr(fully_shard_hooks, "autograd_sums_micro_batches", lambda: True)
     assert len(recorded(planner.FSDP2(2, reduce_dtype=torch.bfloat16))[1]) == (2 if adds_up else 0)
     _, said = recorded(planner.FSDP2(2, **_HALF, no_sync=True))
     assert len(said) == 2

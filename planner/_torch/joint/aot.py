@@ -1,4 +1,4 @@
-"""AOTAutograd: from Dynamo's graphs to joint ones, and what these say."""
+"""AOTAutograd: compiling Dynamo's graphs by joint ones, running them without data, finding their nodes."""
 
 import contextlib
 import dataclasses
@@ -45,7 +45,7 @@ Partition = Callable[[torch.fx.GraphModule, int], tuple[torch.fx.GraphModule, to
 
 
 DATA_DECIDE = exceptions_allowed_to_be_fallback
-"""Errors of tracing where sizes depend on data."""
+"""Errors of tracing that say that sizes depend on data."""
 
 STARTS_AGAIN = TensorifyScalarRestartAnalysis
 """Raised by tracing to have Dynamo capture the same code again, with plain numbers instead of symbols."""
@@ -63,8 +63,11 @@ def compile_joint(
     """Trace forward and backward of a Dynamo graph into one joint graph and compile its halves.
 
     A graph without anything to differentiate is compiled by ``forward_compiler`` alone, and
-    ``partition`` is not called. ``layouts`` says of outputs, by position, how their gradients lie in
-    memory. The others' lie as the outputs do, where sizes are symbolic those of all.
+    ``partition`` is not called.
+
+    Args:
+        layouts: By position of an output, the memory layout of its gradient. Other gradients have the layout
+            of their outputs; so have all gradients with symbolic sizes.
     """
 
     def partition_fn(
@@ -83,18 +86,19 @@ def compile_joint(
         partition_fn=partition_fn,
     )
     settings = functorch_config.patch(
-        # Compile the backward with the forward: nothing is left to happen in the user's backward.
+        # Compile the backward with the forward, not in the user's backward.
         force_non_lazy_backward_lowering=True,
         enable_autograd_cache=False,
         debug_assert=False,
-        # Users leave the region of autocast before they call backward.
+        # Trace the backward without autocast: users leave its region before they call backward.
         backward_pass_autocast="off",
-        # A pass for backwards inside of a graph. It refuses checkpoints where nothing is differentiated.
+        # This pass is for graphs that call ``autograd.grad`` inside. It refuses checkpoints in graphs without
+        # a backward.
         remat_using_tags_for_fwd_loss_bwd_graph=False,
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(settings)
-        # A draw that nobody reads is otherwise dropped, and later ones draw its numbers.
+        # Without it, a random operation whose result is not read is dropped, and later ones draw its numbers.
         stack.enter_context(inductor_config.patch(fallback_random=True))
         stack.enter_context(written_when_needed())
         stack.enter_context(without_tokens())
@@ -105,7 +109,7 @@ def compile_joint(
         stack.enter_context(results_in_place())
         stack.enter_context(strides_of_results())
         stack.enter_context(_numbers_stay_numbers())
-        stack.enter_context(_first_calls_like_others())
+        stack.enter_context(_no_check_at_first_call())
         if TracingContext.try_get() is None:
             mode = next((x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)), None)
             if mode is None:
@@ -113,15 +117,18 @@ def compile_joint(
                 stack.callback(forget_real_tensors, mode)
             stack.enter_context(tracing(TracingContext(mode)))
         compiled = backend(graph, example_inputs)
-    tell_sizes_alone(graph)  # what is returned holds it
+    tell_sizes_alone(graph)  # the compiled function holds the graph, which must hold no data
     return compiled
 
 
 @contextlib.contextmanager
 def _gradients_laid_out(layouts: Mapping[int, MemoryLayout]) -> Iterator[None]:
-    """AOTAutograd assumes gradients to have the strides of their outputs, and copies those that do not. It
-    traces with the outputs themselves as gradients where these are contiguous: parts of one tensor would have
-    gradients that lie in one, or in that tensor where it is an input."""
+    """Trace with gradients of such layouts, each in a storage of its own.
+
+    AOTAutograd assumes that gradients have the strides of their outputs, and copies gradients with others. If
+    an output is contiguous, it stands for its own gradient in the trace. Then the gradients of two parts of a
+    tensor would share a storage, or lie in that of an input.
+    """
     original = collect_metadata_analysis.run_functionalized_fw_and_collect_metadata
 
     def run(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -129,41 +136,47 @@ def _gradients_laid_out(layouts: Mapping[int, MemoryLayout]) -> Iterator[None]:
 
         def collected(*inputs: Any) -> Any:
             metadata = collect(*inputs)
-            taken = {storage_key(x) for x in inputs if _is_strided(x)}
+            occupied = {storage_key(x) for x in inputs if _is_strided(x)}
             for i, description in enumerate(metadata.traced_tangents_descs):
                 source = getattr(description, "output", None)
                 layout = layouts.get(source.idx) if isinstance(source, PlainAOTOutput) else None
                 tangent = metadata.traced_tangents[i]
-                if layout is not None and _can_lie(tangent, layout):
+                if layout is not None and _can_have_layout(tangent, layout):
                     tangent = tangent.new_empty_strided(tangent.shape, layout.strides(tangent.shape))
                     metadata.subclass_tangent_meta[i] = dataclasses.replace(
                         metadata.subclass_tangent_meta[i], memory_format=MemoryFormatMeta.from_tensor(tangent)
                     )
-                elif _is_strided(tangent) and storage_key(tangent) in taken:
+                elif _is_strided(tangent) and storage_key(tangent) in occupied:
                     tangent = tangent.new_empty_strided(tangent.shape, tangent.stride())
                 metadata.traced_tangents[i] = tangent
-                taken |= {storage_key(tangent)} if _is_strided(tangent) else set()
+                occupied |= {storage_key(tangent)} if _is_strided(tangent) else set()
             return metadata
 
         return collected
 
-    # Others that call it look at no gradients, or only check that the two agree (`debug_assert`).
+    # Replaced in this module alone: other callers ignore gradients, or only compare them (`debug_assert`).
     with replaced(functorch_aot, {"run_functionalized_fw_and_collect_metadata": run}):
         yield
 
 
 @contextlib.contextmanager
 def _numbers_stay_numbers() -> Iterator[None]:
-    """Floats that are computed from symbolic sizes, as ``1 / len(x)``, are not made tensors: these round
-    differently, are other operations than at plain sizes, and do not say that they belong to the backward."""
+    """Keep floats that are computed from symbolic sizes, as ``1 / len(x)``, as Python numbers.
+
+    As tensors they would round differently and give other operations than plain sizes do; and nothing would
+    mark those of the backward as such.
+    """
     with replaced(tensorify_pass, {"_is_tensorify_enabled": lambda: False}):
         yield
 
 
 @contextlib.contextmanager
-def _first_calls_like_others() -> Iterator[None]:
-    """The first call of what is compiled goes through no dispatch mode that looks at what user operators
-    return: eager has none, and it refuses subclasses of tensors."""
+def _no_check_at_first_call() -> Iterator[None]:
+    """Call compiled functions without the dispatch mode that checks custom operators at the first call.
+
+    Eager has no such check, and the mode refuses tensor subclasses. PyTorch added it in
+    https://github.com/pytorch/pytorch/pull/166545.
+    """
 
     def not_first(self: Any) -> None:
         self._is_first = False
@@ -176,14 +189,15 @@ def _is_strided(value: Any) -> bool:
     return isinstance(value, FakeTensor) and value.layout is torch.strided
 
 
-def _can_lie(tangent: Any, layout: MemoryLayout) -> bool:
+def _can_have_layout(tangent: Any, layout: MemoryLayout) -> bool:
     return _is_strided(tangent) and not tangent._has_symbolic_sizes_strides and layout.fits(tangent.shape)
 
 
 def _donate_nothing(forward: torch.fx.GraphModule, outputs: int) -> None:
-    # Saved tensors that AOTAutograd knows the shape of and finds nowhere else count as donated to the
-    # backward, which makes backward(retain_graph=True) an error. (Switching donation off does not:
-    # at run time the list of donated tensors is then None, which is not the empty list either.)
+    # AOTAutograd donates a saved tensor to the backward if it has a shape ("val") and aliases no input or
+    # output, https://github.com/pytorch/pytorch/pull/130580. Then backward(retain_graph=True) is an error.
+    # Switching donation off (`donated_buffer`) does not help: at run time the list of donated tensors is then
+    # None, which is not the empty list either.
     results: Any = forward.graph.output_node().args[0]
     for node in results[outputs:]:
         if node.op != "placeholder" and isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
@@ -192,7 +206,7 @@ def _donate_nothing(forward: torch.fx.GraphModule, outputs: int) -> None:
 
 # Decompositions that tracing may keep: of batch normalisations, which must not update statistics
 # inside a graph (cuDNN's has another one, see planner/_torch/cuda/batch_norm.py); and of operations that only
-# arrange views or sizes. That of dropout, whose mask then takes a byte an element (see
+# arrange views or sizes. The one of dropout, whose mask then takes a byte an element (see
 # planner/graph/passes/cpu_dropout.py), is `dropout_of_eager`.
 _HARMLESS_DECOMPOSITIONS = {
     "native_batch_norm", "cudnn_batch_norm", "empty", "one_hot", "broadcast_tensors",
@@ -202,7 +216,8 @@ _HARMLESS_DECOMPOSITIONS = {
 
 @contextlib.contextmanager
 def _deep_recursion() -> Iterator[None]:
-    """AOTAutograd generates an expression as deep as a graph has inputs, a thousand for ResNet-1001."""
+    """Allow deep recursion: AOTAutograd generates an expression that nests once for each input of a graph, a
+    thousand times for ResNet-1001."""
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(max(before, 20_000))
     try:
@@ -214,14 +229,14 @@ def _deep_recursion() -> Iterator[None]:
 def run_without_data(
     graph: torch.fx.GraphModule, inputs: Sequence[Any], *, inside: bool = False
 ) -> tuple[list[Any], list[Any], Sequence[Any]]:
-    """Run a captured forward on copies of its inputs that have no data and are leaves.
+    """Run a captured forward on leaves without data that are like its inputs.
 
     Nothing of the inputs changes, and no kernel runs.
 
     Args:
         graph: The forward.
         inputs: Its inputs.
-        inside: Pass it what an operation makes of each of these leaves, which may be changed in place.
+        inside: Pass clones of the leaves that require gradients: PyTorch forbids to change a leaf in place.
 
     Returns:
         The leaves, what was passed, and what the forward returned.
@@ -239,15 +254,15 @@ def run_without_data(
         ]
         if isinstance(graph, _LazyGraphModule):
             graph.real_recompile()
-        return leaves, passed, graph.forward(*passed)  # called, it would print what goes wrong in there
+        return leaves, passed, graph.forward(*passed)  # ``graph(...)`` would print errors
 
 
 def _leaf_like(tensor: FakeTensor) -> torch.Tensor:
     copy = strided_copy(tensor.detach()).requires_grad_(tensor.requires_grad)
     if version_of(copy):
-        set_version(copy, 0)  # making it was no change
+        set_version(copy, 0)  # copying has counted as a write
     if tensor.constant is not None and isinstance(copy, FakeTensor):
-        with without_modes():  # without data it would be taken for data, which ends the process
+        with without_modes():  # a constant without data would end the process
             copy.constant = strided_copy(tensor.constant)
     return copy
 
@@ -260,7 +275,7 @@ def nodes_so_far() -> int:
 def compiled_node(results: Sequence[Any], before: int) -> Any:
     """The autograd node of a compiled graph that was just called; None where it recorded none.
 
-    AOTAutograd makes an output that is a view of another from that one, so the node may be one further down.
+    If an output is a view of another, AOTAutograd takes the view outside: then the node is behind the view's.
 
     Args:
         results: What the graph returned.

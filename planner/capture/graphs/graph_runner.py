@@ -46,18 +46,21 @@ from planner.training_step.recorder import StepRecorder
 from planner.training_step.unseen_writes import in_memory_of_others
 
 _MOST_VARIANTS = 4
-"""A bound, since each variant takes the time to trace a graph."""
+"""The most further layouts of gradients that one graph is traced for; each takes as long as the first."""
 
 
 @dataclass(frozen=True)
 class WhenMade:
-    """What held at the moment at which Dynamo made a graph: its caller may be one that it gave up since.
+    """The settings under which Dynamo made a graph, for tracing it later.
+
+    Dynamo may have given up the function around the graph since. Then other settings hold where it is called.
 
     Attributes:
         requires_grad: Whether each example input required gradients.
-        grad_enabled: Whether gradients were on; they are off inside of functions of the user's.
-        default_dtype: The type of new tensors.
-        around, autocast: The region of autocast, and its state.
+        grad_enabled: Whether gradients were on; inside an autograd function of the user they are off.
+        default_dtype: The default type of new tensors.
+        around: The region of autocast that the graph is in.
+        autocast: The state of autocast.
     """
 
     requires_grad: tuple[bool, ...]
@@ -68,7 +71,7 @@ class WhenMade:
 
     @classmethod
     def here(cls, example_inputs: Sequence[Any]) -> Self:
-        """Where this is called."""
+        """The present settings."""
         return cls(
             tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs),
             torch.is_grad_enabled(),
@@ -79,14 +82,14 @@ class WhenMade:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """A context in which the same holds."""
+        """A context with the same settings."""
         dtype = default_dtype(self.default_dtype)
         with under_autocast(self.autocast), torch.set_grad_enabled(self.grad_enabled), dtype:
             yield
 
     def inputs(self, example_inputs: Sequence[Any]) -> list[Any]:
-        """The inputs as they were: a buffer that the step fills in place with results requires gradients only
-        after the step has run."""
+        """The inputs as they were. A buffer that the step fills in place with results requires gradients only
+        after the step."""
         return [
             x.detach().requires_grad_(before)
             if isinstance(x, torch.Tensor) and x.requires_grad is not before
@@ -96,16 +99,16 @@ class WhenMade:
 
 
 class GraphRunner:
-    """Stands for one Dynamo graph inside a step on tensors without data; see the module's docstring.
+    """Runs one Dynamo graph inside a step on tensors without data; see the module's docstring.
 
     Attributes:
         structure: Digest of the graph, see :func:`structure_of`.
-        home, places: The index of the runner that Dynamo calls, and the executions of it that this one runs,
-            see :meth:`split`. Dynamo's own runner is its home, and lists no places.
-        per_use_inputs: Positions of the inputs whose gradients are to be returned unsummed.
-        spec: How it was traced, once that is done; see :meth:`trace`.
-        gradients: The gradients of its outputs in the probing pass. Once the graph is traced, ``layouts``
-            holds the layouts that it was traced for.
+        home: The index of the runner that Dynamo calls; its own index, unless it comes from :meth:`split`.
+        places: The executions of ``home`` that this runner runs; none for Dynamo's own runner.
+        per_use_inputs: Positions of the inputs whose gradients are returned unsummed.
+        spec: The specification that it was traced by, after :meth:`trace`.
+        gradients: The gradients of its outputs in the probing pass. After :meth:`trace` its ``layouts`` are
+            those that the graph was traced for.
         casts: Its casts under autocast that eager would keep beyond the graph.
     """
 
@@ -128,9 +131,9 @@ class GraphRunner:
         self.structure = structure_of(graph)
         self._compiled: Callable[..., Any] | None = None
         self._differentiated = differentiated_inputs(graph)
-        self._probed = as_written(graph)
-        self._lent = set[int]()
-        self._without: tuple[int, ...] = ()
+        self._run_as_written = as_written(graph)
+        self._lent_inputs = set[int]()
+        self._traced_without: tuple[int, ...] = ()
         self._calls = 0
         self.home, self.places = index, tuple[int, ...]()
         self._variants: dict[int, GraphRunner] = {}  # by execution
@@ -151,16 +154,16 @@ class GraphRunner:
     @property
     def outdated(self) -> bool:
         """Whether an output got a gradient after the graph was traced without it."""
-        return self._compiled is not None and self._without != self.unused_outputs
+        return self._compiled is not None and self._traced_without != self.unused_outputs
 
     @property
     def unused_outputs(self) -> tuple[int, ...]:
-        """Outputs that could have a gradient, but in the probing pass got none."""
+        """Positions of outputs that could have a gradient, but got none in the probing pass."""
         return tuple(sorted(self.gradients.awaited - self.gradients.received))
 
     def __call__(self, *args: Any) -> Any:
         if saved_tensors_are_changed():
-            return tuple(self._probed(*args))
+            return tuple(self._run_as_written(*args))
         if meet_outside(args, self._differentiated):
             raise RuntimeError(MEET_OUTSIDE)
         if self._compiled is not None:
@@ -169,28 +172,28 @@ class GraphRunner:
             assert compiled is not None
             return compiled(*args)
         execution = len(self._recorded.known)
-        outputs = list(self._probed(*args))
+        outputs = list(self._run_as_written(*args))
         self._recorded.known.append(fake_values.known_values(outputs))
         tensors = {i: a for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
-        self._lent |= in_memory_of_others(tensors)
-        given = set(map(fake.storage_key, tensors.values()))
-        handed = Counter(fake.storage_key(t) for t in outputs if isinstance(t, torch.Tensor))
+        self._lent_inputs |= in_memory_of_others(tensors)
+        input_memory = set(map(fake.storage_key, tensors.values()))
+        outputs_in = Counter(fake.storage_key(t) for t in outputs if isinstance(t, torch.Tensor))
         for i, tensor in enumerate(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
-                # Another tensor, because gradients pass through this one inside the graph as well. No view
-                # where it shares no memory: a write to a view's base would bypass the hook on the view.
+                # Watch another tensor: gradients pass through this one inside the graph as well. If it shares
+                # no memory, take no view: a write to a view's base would bypass the hook on the view.
                 key = fake.storage_key(tensor)
-                alone = tensor.layout is torch.strided and key not in given and handed[key] == 1
+                alone = tensor.layout is torch.strided and key not in input_memory and outputs_in[key] == 1
                 outputs[i] = copy_apart(tensor) if alone else torch.ops.aten.alias(tensor)
-                known = {"of_input": key in given, "alone": alone, "part": is_part(tensor)}
+                known = {"of_input": key in input_memory, "alone": alone, "part": is_part(tensor)}
                 cut = is_cut_out(tensor)
                 self.gradients.watch(i, outputs[i], execution=execution, cut=cut, **known)
         self._written.probed(outputs)
         return tuple(outputs)
 
     def sums(self) -> dict[int, int]:
-        """Sums of gradients that the graph returns: positions of the inputs that they are of
-        (-1: of none), by position among the backward's outputs."""
+        """Sums of gradients that the graph returns: by position among the backward's outputs, the position of
+        the input whose gradient it is; -1 for none."""
         assert self.joint is not None
         found = {}
         for i, (node, primal) in enumerate(zip(self.joint.outputs[1], self.joint.primals, strict=True)):
@@ -203,13 +206,17 @@ class GraphRunner:
         return position < len(self.example_inputs) and position not in self.spec.per_use_inputs
 
     def written_inputs(self) -> list[str]:
-        """The tensors that a re-run might read and that the step changes in place before the backward."""
+        """The inputs that a re-run may read and that the step changes in place before the backward, in words.
+
+        Raises:
+            CaptureError: The step changes one in a way that PyTorch does not count.
+        """
         if self.joint is None:
             return []
         inputs = self.graph.graph.find_nodes(op="placeholder")
         positions = {aot_metadata.input_position(primal) for primal in self.joint.to_copy}
         changed = {aot_metadata.input_position(self.joint.primals[i]) for i in self.joint.mutated}
-        uncounted = (self._written.uncounted_inputs - positions - changed) | (self._lent & changed)
+        uncounted = (self._written.uncounted_inputs - positions - changed) | (self._lent_inputs & changed)
         lost = [described_input(inputs[i]) for i in uncounted]
         for i in self._written.uncounted_outputs:
             shape = "x".join(map(str, _value(self.joint.outputs[0][i]).shape))
@@ -228,7 +235,7 @@ class GraphRunner:
 
     @property
     def overwritten_results(self) -> frozenset[int]:
-        """Results that the step changes in place before the backward, by position."""
+        """Positions of the results that the step changes in place before the backward."""
         return frozenset(self._written.outputs)
 
     def record_to(self, recorder: StepRecorder) -> None:
@@ -237,10 +244,9 @@ class GraphRunner:
         self._recorded.begin(recorder)
 
     def split(self, index: int) -> "list[GraphRunner]":
-        """New runners, numbered from ``index``, for executions whose gradients lie otherwise than most do.
+        """New runners, numbered from ``index``, for executions whose gradients have other layouts than most.
 
-        Their backwards are traced for these layouts. In the compiled pass this runner hands them their
-        executions.
+        Each is traced for its layouts. In the compiled pass this runner hands the executions to them.
         """
         if self._compiled is not None:
             return []
@@ -268,7 +274,7 @@ class GraphRunner:
         return others
 
     def trace(self) -> None:
-        """Run AOTAutograd; from now on calls go to stubs that return tensors without data."""
+        """Run AOTAutograd; from now on calls go to the recorded graph."""
         self.gradients.end()
         with self._when_made.again():
             compiled = trace_joint(
@@ -276,21 +282,21 @@ class GraphRunner:
                 self._when_made.inputs(self.example_inputs),
                 GraphSpec(self.unused_outputs, self.per_use_inputs, self.gradients.layouts),
                 JOINT_PASSES,
-                partition=self._halves,
+                partition=self._stand_ins,
                 compile_forward=self._recorded.forward,
                 compile_backward=self._recorded.backward,
                 autocast=self._when_made.around,
                 cuda=self._cuda,
             )
-        self._without = self.unused_outputs
-        unused = UnusedOutputs(self._without, self.gradients.received.add)
+        self._traced_without = self.unused_outputs
+        unused = UnusedOutputs(self._traced_without, self.gradients.received.add)
         hooks = [self.casts, unused, self._written, self._order]
         runs_as_it_is = self.joint is None and not self.gradients.received
         call = self._operation_by_operation if runs_as_it_is else compiled.call
         self._compiled, self.spec = CompiledGraph(call, hooks), compiled.followed
         self.gradients.layouts = dict(self.spec.tangent_layouts)
 
-    def _halves(self, traced: TracedGraph) -> tuple[GraphModule, GraphModule]:
+    def _stand_ins(self, traced: TracedGraph) -> tuple[GraphModule, GraphModule]:
         self.casts.on_traced(traced)
         self._written.on_traced(traced)
         self._order.on_traced(traced)
@@ -300,11 +306,11 @@ class GraphRunner:
         return self._recorded.halves(joint)
 
     def _operation_by_operation(self, *args: Any) -> Sequence[Any]:
-        """Run a graph of which the step differentiates nothing, operation by operation."""
-        return self._recorded.record(lambda: self._probed(*args), list(args))
+        """Run a graph without a backward, operation by operation."""
+        return self._recorded.record(lambda: self._run_as_written(*args), list(args))
 
     def let_go(self) -> None:
-        """Empty the runner, once no step will call it any more.
+        """Empty the runner, when no step will call it any more.
 
         Dynamo keeps what it compiled for as long as the process lives, and with it would keep the module that
         was planned, its copy, and the example inputs.

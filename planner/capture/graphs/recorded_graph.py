@@ -1,7 +1,6 @@
-"""What stands for a Dynamo graph in the compiled pass: a forward and a backward that are recorded.
+"""The stand-in for a Dynamo graph in the compiled pass: a forward and a backward, each recorded as one event.
 
-They return their results in one event each: tensors without data or, in a step that runs with data, the
-computed ones.
+They return tensors without data or, in a step that runs with data, the computed tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,16 +24,16 @@ from planner.training_step.recorder import StepRecorder
 
 
 class RecordedGraph:
-    """The executions of one graph in the compiled pass.
+    """Runs one graph in the compiled pass, and records its executions.
 
     Args:
         index: The index of its runner.
-        lower: Makes functions of graphs.
+        lower: Makes a function of a graph.
         data: Whether the step runs with data.
 
     Attributes:
-        joint: The joint graph, once it is traced; None where there is nothing to differentiate.
-        known: By execution, the values of its outputs that are known without data.
+        joint: The joint graph, once it is traced; None if nothing is differentiated.
+        known: By execution, for each output its value if that is known without data.
         recorder: Records every execution, see :meth:`begin`.
     """
 
@@ -43,10 +42,10 @@ class RecordedGraph:
         self.joint: JointGraph | None = None
         self.known: list[list[torch.Tensor | None]] = []
         self.recorder: StepRecorder | None = None
-        self._halves: Partition | None = None  # of the joint graph, where there are data
+        self._partition_with_data: Partition | None = None  # of the joint graph, in a step with data
         self._executions = 0
-        self._execution_of: dict[int, int] = {}  # by the token that its forward saves
-        self._saved: dict[int, list[Any]] = {}  # by execution, where there are data
+        self._execution_of: dict[int, int] = {}  # by the token of its forward, see `halves`
+        self._saved: dict[int, list[Any]] = {}  # by execution, in a step with data
 
     def begin(self, recorder: StepRecorder) -> None:
         """Record the executions of the step that now begins."""
@@ -58,9 +57,9 @@ class RecordedGraph:
         """Stand-ins for forward and backward of a joint graph, which AOTAutograd compiles in their place."""
         self.joint = joint
         if self._data:
-            self._halves = partition(joint, no_recomputation(joint))
+            self._partition_with_data = partition(joint, no_recomputation(joint))
         outputs, gradients = joint.outputs
-        # The forward "saves" one empty token, which tells its backward which execution it belongs to.
+        # The forward "saves" one empty tensor, the token, which tells its backward which execution it is of.
         forward = torch.fx.Graph()
         env = {p: forward.node_copy(p) for p in joint.primals}
         token = forward.call_function(torch.empty, (0,))
@@ -75,10 +74,10 @@ class RecordedGraph:
 
     def forward(self, module: GraphModule) -> aot.BoxedFunction:
         """The forward that runs, and is recorded, in place of a stand-in."""
-        if self.joint is None:  # gradients arrive at views of inputs only
+        if self.joint is None:  # no joint graph: gradients arrive at views of inputs only
             function = self._lower(module, "forward")
             return lambda args: self.record(lambda: function(args), list(args))
-        joint, halves = self.joint, self._halves
+        joint, halves = self.joint, self._partition_with_data
         forward = None if halves is None else self._lower(halves.forward, "forward")
 
         def run(args: list[Any]) -> Sequence[Any]:
@@ -95,39 +94,41 @@ class RecordedGraph:
                     results = fresh_results(values, [_value(p) for p in joint.primals], arguments)
                     self._remember(results, execution)
                 self._execution_of[fake.storage_key(token)] = execution
-            self._call(arguments, [*results, token], backward=False, instance=execution, saves=True)
+            self._call(arguments, [*results, token], backward=False, execution=execution, saves=True)
             return [*results, token]
 
         return run
 
     def backward(self, _module: GraphModule) -> aot.BoxedFunction:
         """The backward that runs, and is recorded, in place of a stand-in."""
-        halves = self._halves
+        halves = self._partition_with_data
         backward = None if halves is None else self._lower(halves.backward, "backward")
         gradients = self.joint.outputs[1] if self.joint is not None else []
-        views = [i for i, g in enumerate(gradients) if isinstance(g, torch.fx.Node) and leaves_as_view(g)]
+        as_views = [i for i, g in enumerate(gradients) if isinstance(g, torch.fx.Node) and leaves_as_view(g)]
 
         def run(args: list[Any]) -> Sequence[Any]:
             token, *tangents = args
             args.clear()
             assert self.recorder is not None
             assert self.joint is not None
-            instance = self._execution_of[fake.storage_key(token)]
+            execution = self._execution_of[fake.storage_key(token)]
             with self.recorder.pause():
                 if backward is not None:
-                    if instance not in self._saved:
+                    if execution not in self._saved:
                         raise RuntimeError(DIFFERENTIATED_TWICE)
-                    results = list(backward([*self._saved.pop(instance), *tangents]))
+                    results = list(backward([*self._saved.pop(execution), *tangents]))
                 else:
                     values = [_value(o) for o in self.joint.outputs[1]]
-                    results = fresh_results(values, [_value(t) for t in self.joint.tangents], tangents, views)
-            self._call(tangents, results, backward=True, instance=instance)
+                    results = fresh_results(
+                        values, [_value(t) for t in self.joint.tangents], tangents, as_views
+                    )
+            self._call(tangents, results, backward=True, execution=execution)
             return results
 
         return run
 
     def _run_forward(self, forward: aot.BoxedFunction, arguments: list[Any], execution: int) -> list[Any]:
-        """Run the forward with data; of tensors that others see too, save copies, so as not to hold them."""
+        """Run the forward with data. Inputs and outputs that it saves are copied, so as not to hold them."""
         assert self.joint is not None
         assert self.recorder is not None
         results = list(forward(list(arguments)))
@@ -144,16 +145,15 @@ class RecordedGraph:
         return outputs
 
     def record(self, run: Callable[[], Sequence[Any]], arguments: list[Any]) -> Sequence[Any]:
-        """Run a graph of which the step differentiates nothing, and record its operations: a planned step
-        runs the same ones."""
+        """Run a graph without a backward and record its operations one by one, as a planned step runs it."""
         assert self.recorder is not None
         execution, before = self._executions, len(self.recorder.recording.events)
         self._executions += 1
         results = list(run())
         if not self._data:
             self._remember(results, execution)
-        made = sum(bool(event.allocates) for event in self.recorder.recording.events[before:])
-        self._call(arguments, results, backward=False, instance=execution, allocating=made)
+        allocating = sum(bool(event.allocates) for event in self.recorder.recording.events[before:])
+        self._call(arguments, results, backward=False, execution=execution, allocating=allocating)
         return results
 
     def _remember(self, results: list[Any], execution: int) -> None:
@@ -166,21 +166,21 @@ class RecordedGraph:
         results: list[Any],
         *,
         backward: bool,
-        instance: int,
+        execution: int,
         allocating: int = 0,
         saves: bool = False,
     ) -> None:
         recorder = self.recorder
         assert recorder is not None
-        taken = [recorder.index_of(a) if isinstance(a, torch.Tensor) else -1 for a in arguments]
+        read = [recorder.index_of(a) if isinstance(a, torch.Tensor) else -1 for a in arguments]
         recorder.graph_ran(arguments, results)
-        produced = [recorder.index_of(r) if isinstance(r, torch.Tensor) else -1 for r in results]
+        made = [recorder.index_of(r) if isinstance(r, torch.Tensor) else -1 for r in results]
         arguments.clear()
         recording = recorder.recording
-        released = frozenset(i for i in taken if i >= 0 and recording.storages[i].died_after is not None)
-        token = produced.pop() if saves else -1
-        given, returned = tuple(taken), tuple(produced)
-        call = GraphCall(self._index, instance, backward, given, returned, released, allocating, token)
+        released = frozenset(i for i in read if i >= 0 and recording.storages[i].died_after is not None)
+        token = made.pop() if saves else -1
+        given, returned = tuple(read), tuple(made)
+        call = GraphCall(self._index, execution, backward, given, returned, released, allocating, token)
         recording.events[-1] = recording.events[-1]._replace(graph=call)
 
 

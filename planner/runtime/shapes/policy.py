@@ -1,8 +1,8 @@
-"""Inputs of other shapes than planned: does their memory fit, and what if not?
+"""Inputs of other shapes than planned: whether their memory fits, and what happens if it does not.
 
-A planned module runs any shape by the plan's schedule; its memory is judged here. Shapes that are nowhere
-larger than planned take no more. For others the step is captured again without data, and the plan's schedule
-is simulated there. Then the user gets a warning with the peak, a new plan, or an error.
+A planned module runs any shape by the plan's schedule. Shapes that are nowhere larger than planned take no
+more memory. For others, the step is captured again without data, and the plan's schedule is simulated on it.
+Then the user gets a warning with the peak, a new plan, or an error.
 
 Inputs that grow step by step do not get a plan each: an earlier plan runs them where it fits, and the last of
 a few plans is made for the least memory.
@@ -41,13 +41,13 @@ OnNewShape = Literal["reapply", "replan", "error"]
 """What a planned module does with inputs that are larger than planned (for "error": that differ at all)."""
 
 MOST_PREDICTIONS = 8
-"""How often a peak is predicted for one module; each takes about as long as planning without solving."""
+"""The most predictions of a peak for one module; each takes as long as planning without solving."""
 
 MOST_PLANS = 8
-"""How many plans one module has at a time, each with captures of its own."""
+"""The most plans that one module has at a time, each with captures of its own."""
 
 MOST_PATHS = 4
-"""For how many paths that the plan has not seen a module is looked at; each takes as long as planning."""
+"""The most unseen paths that are looked at for one module; each takes as long as planning."""
 
 MORE_THAN_LEAST = 1.1
 """With a budget of "min", larger inputs run by an earlier plan if they take at most this times its peak."""
@@ -75,9 +75,8 @@ class NewShapes:
         model: The module.
         plan: The plan that was applied.
         policy: See :data:`OnNewShape`.
-        compile_: Makes the compiled forwards of a plan, for the planned shape and for others. It gets a
-            function that tells whether other shapes have come, and an object to note paths that the plan has
-            not seen.
+        compile_: Makes two compiled forwards of a plan, for the planned shape and for others. It gets the
+            plan, a function that tells whether other shapes have come, and an object that notes unseen paths.
         loss: As for :func:`planner.plan`; None for the one that the plan was made with.
     """
 
@@ -98,10 +97,11 @@ class NewShapes:
         self._planned_strides = self._strides(plan.model.inputs)
         self._warned_of_strides = self._warned_of_gradients = False
         self._with_gradients = self._requiring_gradients(plan.model.inputs)
-        self._refused = {frozenset(self._with_gradients): ""}  # inputs that require gradients -> why refused
-        self._others = Others()
+        # By the inputs that require gradients: why such a step cannot be planned, or "".
+        self._refused = {frozenset(self._with_gradients): ""}
+        self._other_shapes = Others()
         self._programs = [self._program(plan, self._planned)]
-        self._predictions = self._paths = 0
+        self._predictions = self._paths_met = 0
         self._replaced: set[str] = set()  # structures of plans that did not fit another path
 
     def program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
@@ -122,13 +122,13 @@ class NewShapes:
                 "shape, or apply with 'reapply' or 'replan'"
             )
         self._look_at_gradients_inside(records, args, kwargs)
-        self._others.came = self._others.came or shapes != self._planned
+        self._other_shapes.came = self._other_shapes.came or shapes != self._planned
         # Inductor's programs for smaller shapes may take more, so each shape is looked at.
         fit = operator.eq if self._target.backend == "inductor" else covers
-        for program in self._of(shapes):
+        for program in self._programs_for(shapes):
             if any(fit(known, shapes) for known in program.covered):
                 return program.run(shapes)
-        return self._larger(args, kwargs, shapes).run(shapes)
+        return self._program_for_larger(args, kwargs, shapes).run(shapes)
 
     @property
     def strayed(self) -> bool:
@@ -138,32 +138,32 @@ class NewShapes:
     def look_at_path(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Plan again for arguments whose forward took an unseen path, unless the plan fits that path too.
 
-        Data decide the path of a forward: a mask may be set everywhere, or not. A step's path is not known
-        before the step, so one plan has to fit all paths: it is made for the one that takes most, at the
-        largest sizes.
+        Data may decide the path of a forward, as where a mask is set everywhere or not. A step's path is not
+        known before the step, so one plan must fit all paths. It is made for the path that takes most memory,
+        at the largest sizes.
 
         Returns:
             Whether another plan runs from now on.
         """
         program = next(p for p in self._programs if p.paths.met)
         program.paths.met = False
-        self._paths += 1
-        if self._paths > MOST_PATHS:
+        self._paths_met += 1
+        if self._paths_met > MOST_PATHS:
             return False
         seen = structures_of_plan(program.plan)
         try:
-            prepared, shapes = self._at_most_sizes(args, kwargs, program, seen)
+            prepared, shapes = self._prepared_path(args, kwargs, program, seen)
             found = _captured(prepared) - seen - program.paths.fitting
             if not found:  # chance decides the path, and took a known one this time
                 return False
-            if self._fitting(prepared, [program]) is not None:
+            if self._first_fitting(prepared, [program]) is not None:
                 program.paths.fitting |= found
                 _, total = self._taken_by(program, prepared)
                 tell(
                     f"{type(self._model).__name__} takes {format_bytes(total)} on that path, by the same plan"
                 )
                 return False
-            if found <= self._replaced:
+            if found <= self._replaced:  # neither path fits the other's plan: they would replace each other
                 _, total = self._taken_by(program, prepared)
                 raise PlanMismatch(f"by the plan for another path it takes {format_bytes(total)}")
             made = self._program(self._replanned(prepared, "another path of its forward"), shapes)
@@ -176,16 +176,16 @@ class NewShapes:
         self._programs[self._programs.index(program)] = made
         return True
 
-    def _at_most_sizes(
+    def _prepared_path(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program, seen: set[str]
     ) -> tuple[Prepared, Shapes]:
-        """The step on its unseen path: at the largest sizes of a program, or, if it takes another path there,
-        at its own."""
+        """The step on its unseen path, prepared: at the largest sizes of a program, or at its own sizes if it
+        takes a known path at those."""
         shapes = self._shapes_of(args, kwargs)
-        most = max(program.covered, key=lambda known: sum(map(math.prod, known.values())))
-        if most != shapes and covers(most, shapes):
+        largest = max(program.covered, key=lambda known: sum(map(math.prod, known.values())))
+        if largest != shapes and covers(largest, shapes):
             with contextlib.suppress(Exception):  # the model may refuse repeated inputs
-                larger = repeated(args, kwargs, map(most.get, shapes))
+                larger = repeated(args, kwargs, map(largest.get, shapes))
                 prepared = self._prepare(*larger)
                 if not _captured(prepared) <= seen:
                     return prepared, self._shapes_of(*larger)
@@ -194,14 +194,15 @@ class NewShapes:
     def _shapes_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
         return dict(self._named((r.path, tuple(r.shape)) for r in input_records(Step(args, kwargs))))
 
-    def _larger(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> Program:
+    def _program_for_larger(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> Program:
+        """The program for shapes that no program covers: the first one, with a warning, or a new one."""
         first, newest = self._programs[0], self._programs[-1]
         budget = self._target.budget_bytes
         others = "other than" if self._target.backend == "inductor" else "larger than"
-        what = f"the inputs are {others} those that were planned: {self._differences(shapes)}"
+        diff = f"the inputs are {others} those that were planned: {self._differences(shapes)}"
         if self._policy == "reapply" and self._predictions >= MOST_PREDICTIONS:
             warn(
-                f"{what}. After {MOST_PREDICTIONS} predictions its peak is not predicted any more. {_LARGEST}"
+                f"{diff}. After {MOST_PREDICTIONS} predictions its peak is not predicted any more. {_LARGEST}"
             )
             return first
         if self._policy == "replan" and budget is None and len(self._programs) >= MOST_PLANS:
@@ -210,14 +211,14 @@ class NewShapes:
         try:
             prepared = self._prepare(args, kwargs)
             if self._policy == "replan":
-                fitting = self._fitting(prepared, self._of(shapes))
+                fitting = self._first_fitting(prepared, self._programs_for(shapes))
             else:
                 peak_bytes, total = self._taken_by(first, prepared)
         except Exception as error:
             other_path = isinstance(error, PlanMismatch) and self._target.backend == "replay"
             if is_meant(error) and not other_path:
                 raise
-            warn(f"{what}. The new peak cannot be predicted ({error}), and may exceed the budget. {_LARGEST}")
+            warn(f"{diff}. The new peak cannot be predicted ({error}), and may exceed the budget. {_LARGEST}")
             first.covered.append(shapes)
             return first
         if self._policy == "replan":
@@ -225,8 +226,8 @@ class NewShapes:
                 fitting.covered.append(shapes)
                 return fitting
             kind = "larger" if self._planned.keys() <= shapes.keys() else "other"
-            what = f"{kind} inputs ({self._differences(shapes)})"
-            self._programs[MOST_PLANS - 1 :] = [self._program(self._replanned(prepared, what), shapes)]
+            reason = f"{kind} inputs ({self._differences(shapes)})"
+            self._programs[MOST_PLANS - 1 :] = [self._program(self._replanned(prepared, reason), shapes)]
             return self._programs[-1]
         first.covered.append(shapes)
         planned_bytes = first.plan.predicted.dynamic_peak_bytes
@@ -234,7 +235,7 @@ class NewShapes:
             within = "within" if budget is not None and total <= budget else "over"
             limit = "" if budget is None else f", {within} the budget of {format_bytes(budget)}"
             warn(
-                f"{what}. By the same plan the step is predicted to peak at {format_bytes(total)}{limit}; "
+                f"{diff}. By the same plan the step is predicted to peak at {format_bytes(total)}{limit}; "
                 f"{peak_bytes:,} bytes of that are its own, where {planned_bytes:,} were planned. "
                 "Plan for the largest shape, or apply with on_new_shape='replan'"
             )
@@ -245,13 +246,13 @@ class NewShapes:
         peak, whole = _taken(program.plan, prepared)
         return peak, whole.total_bytes + self._unknown_optimizer_bytes()
 
-    def _of(self, shapes: Shapes) -> list[Program]:
-        """The programs that may run some shapes: all, or, if a new plan may be made, those of equal names."""
+    def _programs_for(self, shapes: Shapes) -> list[Program]:
+        """The programs that may run such shapes: all, or those of the same inputs if a plan may be added."""
         any_of_them = self._policy != "replan" or len(self._programs) >= MOST_PLANS
         return [p for p in self._programs if any_of_them or p.planned.keys() == shapes.keys()]
 
-    def _fitting(self, prepared: Prepared, programs: Sequence[Program]) -> Program | None:
-        """The earliest of some programs whose schedule fits the budget at the sizes of a step."""
+    def _first_fitting(self, prepared: Prepared, programs: Sequence[Program]) -> Program | None:
+        """The first of some programs whose schedule fits the budget at the sizes of a step, if any."""
         budget = self._target.budget_bytes
         for program in programs:
             try:
@@ -259,7 +260,8 @@ class NewShapes:
             except PlanMismatch:
                 continue
             enough = MORE_THAN_LEAST * program.plan.predicted.dynamic_peak_bytes
-            if peak_bytes <= enough if budget is None else total <= budget:
+            fits = peak_bytes <= enough if budget is None else total <= budget
+            if fits:
                 return program
         return None
 
@@ -286,10 +288,10 @@ class NewShapes:
     def _look_at_gradients_inside(
         self, records: Sequence[TensorRecord], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Check that a step can be planned where other inputs require gradients than planned.
+        """Check that a step can still be planned if other inputs require gradients than planned.
 
-        A forward that differentiates by its inputs makes them require gradients. Where they do so already it
-        may be captured as other graphs.
+        A forward that differentiates by its inputs makes them require gradients itself. If they require them
+        before, capture may give other graphs.
 
         Raises:
             CaptureError: The step cannot be planned.
@@ -321,41 +323,42 @@ class NewShapes:
 
     def _program(self, plan: PlanRecord, shapes: Shapes) -> Program:
         paths = OtherPaths()
-        planned, others = self._compile(plan, self._others, paths)
+        planned, others = self._compile(plan, self._other_shapes, paths)
         return Program(plan, shapes, planned, others, [shapes], paths)
 
-    def _replanned(self, prepared: Prepared, what: str) -> PlanRecord:
+    def _replanned(self, prepared: Prepared, reason: str) -> PlanRecord:
         from planner.planning.solve import plan_prepared
 
         target = self._target
         budget, unknown = target.budget_bytes, self._unknown_optimizer_bytes()
-        left = target.budget_text if budget is None else budget - unknown
-        last = len(self._programs) >= MOST_PLANS - 1
-        made = plan_prepared(prepared, "min" if last and budget is not None else left)
+        budget_left = target.budget_text if budget is None else budget - unknown  # for all but the optimizer
+        is_last = len(self._programs) >= MOST_PLANS - 1
+        made = plan_prepared(prepared, "min" if is_last and budget is not None else budget_left)
         if budget is not None and _total(made) + unknown > budget:
-            made = plan_prepared(prepared, left)  # its error says what the least peak is
-        end = (
+            made = plan_prepared(prepared, budget_left)  # its error says what the least peak is
+        last_plan = (
             f"; inputs grew so often that {MOST_PLANS} plans were made: this one, for the least memory, is "
             "for larger ones too. Plan for the largest inputs at first"
         )
         tell(
-            f"{type(self._model).__name__} planned again for {what}: "
-            f"{format_bytes(_total(made))}, {100 * made.overhead:+.0f} % time{end if last else ''}"
+            f"{type(self._model).__name__} planned again for {reason}: "
+            f"{format_bytes(_total(made))}, {100 * made.overhead:+.0f} % time{last_plan if is_last else ''}"
         )
         return made
 
     def _unknown_optimizer_bytes(self) -> int:
-        """Bytes of optimizer state in the plan, where the optimizer itself is not known, as from a file."""
+        """Bytes of optimizer state in the plan, if the optimizer is not known, as with a plan from a file."""
         return self._optimizer_bytes if self._options.optimizer is None else 0
 
-    def _named(self, shapes: Any) -> Iterator[tuple[str, Any]]:
-        """The same pairs, with the name of the parameter at the head of each path, however it was passed."""
-        for path, shape in shapes:
+    def _named(self, pairs: Any) -> Iterator[tuple[str, Any]]:
+        """The same pairs, with paths that begin with the name of the forward's parameter: an input has one
+        name, whether it was passed by position or by keyword."""
+        for path, of_input in pairs:
             kind, _, rest = path.partition("[")
             inside, _, deeper = rest.partition("]")
             if kind == "args" and inside.isdigit() and int(inside) < len(self._parameters):
                 inside = repr(self._parameters[int(inside)])
-            yield f"{inside.strip(chr(39))}{deeper}", shape
+            yield f"{inside.strip(chr(39))}{deeper}", of_input
 
     def _differences(self, shapes: Shapes) -> str:
         texts = [

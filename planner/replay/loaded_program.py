@@ -1,4 +1,4 @@
-"""The program of a plan as this process follows it: its operators, and what has been said of it."""
+"""The program of a plan as this process follows it: its operators, and the warnings that were given."""
 
 from typing import Any
 
@@ -7,8 +7,16 @@ from planner.replay import masks
 from planner.replay.program import Program
 
 
-class Steps:
-    """The program of a plan, with the operators of this process in the place of their names."""
+class LoadedProgram:
+    """The program of a plan, with the operators of this process in the place of their names.
+
+    Attributes:
+        operators: By position; None until a call has matched the name.
+        asks: The kept saves after which the backward does something.
+        bits: The slots of the bits of packed masks.
+        in_order: The saves of ``asking_order``, in that order.
+        masks: The slots of masks that this version can pack.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -16,10 +24,10 @@ class Steps:
         self._told: set[str] = set()
         self.grad, self.saved_bytes = program.grad, program.saved_bytes
         self.names, self.begun = program.operators, program.begun
-        self.operators: list[Any] = [None] * len(program.operators)  # as they are first met
-        self.asks = frozenset(program.runs) | frozenset(program.free) | program.over
+        self.operators: list[Any] = [None] * len(program.operators)
+        self.asks = frozenset(program.runs) | frozenset(program.free) | program.written_over
         self.bits = frozenset(program.bits.values())
-        self.in_order = sorted(program.order, key=lambda save: program.order[save])
+        self.in_order = sorted(program.asking_order, key=lambda save: program.asking_order[save])
         self.masks = {
             slot
             for slot in program.bits
@@ -28,7 +36,7 @@ class Steps:
         }
 
     def tell_of_larger(self, size: int, planned: int) -> None:
-        """Say, once, that data or something else sets sizes."""
+        """Warn, once, of a saved tensor that is larger than planned."""
         self.tell_once(
             "larger",
             f"a tensor that autograd saves takes {size:,} bytes instead of {planned:,}, although the inputs "
@@ -36,14 +44,14 @@ class Steps:
             "more than predicted. Plan it where it takes most, or for a lower budget",
         )
 
-    def tell_once(self, of: str, text: str) -> None:
-        """Warn, once of each."""
-        if of not in self._told:
-            self._told.add(of)
+    def tell_once(self, key: str, text: str) -> None:
+        """Warn, once for each key."""
+        if key not in self._told:
+            self._told.add(key)
             warn(text)
 
     def is_expected(self, position: int, func: Any) -> bool:
-        """Whether an operator is the one of a position."""
+        """Whether an operator is the one of a position, by name. Later steps compare identities."""
         if str(func) != self.names[position]:
             return False
         self.operators[position] = func
