@@ -466,9 +466,8 @@ class _Builder:
         calls = [row.event, *writers]
         self.calls_of[row_of_event[row.event]] = tuple(calls)
         states = [self._states[c] for c in calls if c in self._states]
-        call_numbers = [self._call_of(c) for c in calls]
         before = self._repeatable.read_before_writes(row.event)
-        if not (writers or states or more_seconds or before or self._number_bytes(call_numbers[0])):
+        if not (writers or states or more_seconds or before or self._number_bytes(self._call_of(row.event))):
             return None
         makers = sorted(set(before.values()))
         reads = {
@@ -479,9 +478,7 @@ class _Builder:
         }
         ops = [base[row_of_event[c]] for c in (*makers, *calls)]
         state = self._state_bytes()  # put back behind the call
-        taken = [
-            memories[n].workspace_bytes + state * (c in self._states) for c, n in zip(calls, call_numbers)
-        ]
+        taken = [memories[self._call_of(c)].workspace_bytes + state * (c in self._states) for c in calls]
         # Bytes for this re-run alone: of the values made right before it, and at most while these are made.
         held, most_before = 0, 0
         for maker in makers:
