@@ -104,8 +104,8 @@ class _Faster(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("count", [1 << 16, 1 << 17, (1 << 17) + 1, 200_003, (1 << 20) + 5])
-@pytest.mark.parametrize("keep", [0.0, 0.1, 0.9, 1 - 1e-9, 1.0])
+@pytest.mark.parametrize("count", [1 << 16, 1 << 17, (1 << 17) + 1, 200_003, (1 << 19) + 5])
+@pytest.mark.parametrize("keep", [0.0, 0.9, 1.0])
 def test_noise_is_drawn_as_eager_draws_it(dtype: torch.dtype, count: int, keep: float) -> None:
     made = []
     for mode in (contextlib.nullcontext(), _Faster()):

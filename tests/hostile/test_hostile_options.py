@@ -13,6 +13,7 @@ import torch.nn as nn
 import planner
 from planner._torch.inductor.compiling import _OURS, UNLESS_GIVEN, unusable_options
 from planner._torch.inductor.harmless_options import _NUMBERS, _SWITCHES, decides_code_alone
+from planner.choices import CUDA_GRAPHS
 from planner.errors import PlanMismatch
 from planner.planning.options import PlanOptions
 from planner.user_plan import Plan
@@ -107,7 +108,8 @@ def test_what_is_allowed_are_options_of_inductor_that_no_plan_sets_itself() -> N
         assert decides_code_alone(name, most)
         assert not decides_code_alone(name, most + 1)
         assert unusable_options({name: most}) is None
-    assert not {*_SWITCHES, *_NUMBERS} & _OURS.keys()
+    # Inductor itself records nothing: by this option a plan does.
+    assert {*_SWITCHES, *_NUMBERS} & _OURS.keys() == {CUDA_GRAPHS}
     assert set(UNLESS_GIVEN) <= _SWITCHES
     document = _document({"epilogue_fusion": False, "max_fusion_size": 8})
     assert Plan.loads(json.dumps(document)).apply(_model()) is not None

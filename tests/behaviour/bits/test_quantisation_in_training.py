@@ -16,6 +16,7 @@ from torch.ao.quantization import (
 from torch.ao.quantization.quantize_fx import prepare_qat_fx
 
 import planner
+from planner.verification.measure import measure_peak
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -84,7 +85,11 @@ def test_the_weights_and_what_was_observed_are_those_of_the_unplanned_steps(kind
 def test_what_observes_each_channel_first_finds_out_how_many_there_are(kind: str) -> None:
     theirs, batches = _prepared(kind), torch.randn(4, 4, 3, 16, 16)
     ours = copy.deepcopy(theirs)
-    planner.plan(ours, batches[0], budget="min", optimizer="sgd").apply(ours)
-    with pytest.warns(planner.PlanWarning, match="may take more than predicted"):
-        found = _trained(ours, batches)
+    plan = planner.plan(ours, batches[0], budget="min", optimizer="sgd")
+    plan.apply(ours)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        found = copy.deepcopy(_trained(ours, batches))
     _are_equal(found, _trained(theirs, batches))
+    peak = measure_peak(lambda: ours(batches[0]).backward(), "cpu").peak_bytes
+    assert peak <= plan.predicted.dynamic_peak_bytes
