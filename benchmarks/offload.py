@@ -70,8 +70,8 @@ there take it. In MB, over entry: the peak unplanned, the least
 recomputing alone, and the plan's, which is measured to the byte, all gradients equal bit for bit
 (`planner.verify`). In seconds: what compute waits for the link in a step, predicted; *took*, the time inside
 the calls that wait, the median of seven steps; and *counted*, the same by a clock that counts the step's
-processor time and stands still while other processes have the processor. ResNet-50's rows were measured while
-others had it, all other rows on an idle machine.
+processor time and stands still while other processes have the processor: where *took* is much longer, they
+had it.
 
 | model | unplanned | alone | asked for | with files | extra | in files | verified | wait | took | counted |
 |---|---:|---:|---|---:|---:|---:|---|---:|---:|---:|

@@ -105,7 +105,7 @@ def for_inductor(
         emitter.token = None
         # Inductor's decompositions may compute other types than kernels, as bfloat16 statistics instead of
         # floats; the other half reads the types of the graph.
-        outputs = [*map(_of_type, emitter.run(*arguments), types)]
+        outputs = [_of_type(*pair) for pair in zip(emitter.run(*arguments), types, strict=True)]
         return outputs if emitter.token is None else [*outputs, emitter.token]
 
     types = [_type_of(node) for node in kept.graph.output_node().args[0]]  # type: ignore[union-attr]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import planner
 from planner import PlanWarning
 from planner._torch.execution import bernoulli_draws, mask_operators
 from planner._torch.execution.mask_operators import (
@@ -126,6 +127,28 @@ def test_drawing_noise_allocates_nothing() -> None:
     with _Faster():
         noise.bernoulli_(0.9)  # whatever is made once is there
         assert measure_peak(lambda: noise.bernoulli_(0.9), "cpu").peak_bytes == 0
+
+
+def test_a_replayed_forward_draws_large_noise_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not bernoulli_draws.are_bernoullis():
+        pytest.skip("this PyTorch draws otherwise")
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Dropout(0.1)), torch.randn(1024, 64)
+
+    def loss(result: torch.Tensor) -> torch.Tensor:
+        return result.square().sum()
+
+    plan = planner.plan(model, x, loss=loss, budget="min", backend="replay", costs="roofline")
+    plan.apply(model)
+    drawn = list[int]()
+    chunk = bernoulli_draws._draw_chunk
+
+    def counted(numbers: torch.Tensor, *others: Any) -> None:
+        drawn.append(len(numbers))
+        chunk(numbers, *others)
+
+    monkeypatch.setattr(bernoulli_draws, "_draw_chunk", counted)
+    loss(model(x)).backward()
+    assert sum(drawn) > 1 << 17
 
 
 def test_noise_of_another_kind_is_drawn_by_pytorch() -> None:

@@ -57,6 +57,15 @@ def test_nothing_is_replaced_but_by_a_row() -> None:
     assert not found
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_another_name_hides_no_patch(there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.house.test_patches_of_pytorch.ROOT", tmp_path)
+    named = "torch.amp.autocast" if there else "list()"
+    path = tmp_path / "one.py"
+    path.write_text(f"import torch\nregion: object = {named}\nregion.__enter__ = None\n")
+    assert bool(_around_the_table(path)) is there
+
+
 SETTINGS = ("torch.backends.",)
 """Attributes that PyTorch documents as what users set."""
 

@@ -14,8 +14,9 @@ from torch import nn
 from torch._dynamo import device_interface
 
 import planner
+from planner._torch.inductor import compiling
 from planner.costs.devices import find_device
-from planner.errors import CaptureError, PlannerError
+from planner.errors import CaptureError, CompilerError, PlannerError
 from planner.lowering.inductor import InductorLowering
 from planner.planning.inductor import emitted_model
 from planner.problem.emitted_step import EmittedStep
@@ -123,6 +124,14 @@ def test_each_gpu_has_programs_of_its_own(sources: list[str]) -> None:
     assert "tl.atomic_add" in on_hopper
     assert "aten.index_put_(buf" not in on_hopper
     assert "aten.index_put_(buf" in on_ampere  # whose kernels add no bfloat16 up atomically
+
+
+def test_no_compiler_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "missing_compiler", lambda: "none works")
+    model, x = Layer().train(), torch.randn(64, 256)
+    with pytest.raises(CompilerError, match="none works"):
+        planner.plan(model, x, budget="min", device="cpu", **OPTIONS)
+    assert planner.plan(model, x, budget="64GiB", device="H100", **OPTIONS).target.device == "H100"
 
 
 def test_other_gpus_are_refused() -> None:

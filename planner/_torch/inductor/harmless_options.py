@@ -9,7 +9,7 @@ otherwise.
 from planner.choices import CUDA_GRAPHS
 
 _SWITCHES = frozenset({
-    CUDA_GRAPHS,
+    CUDA_GRAPHS,  # which Inductor is never given: the plan records by itself
     "aggressive_fusion", "allow_buffer_reuse", "constant_and_index_propagation", "conv_1x1_as_mm",
     "cpp.enable_loop_tail_vec", "cpp.enable_tiling_heuristics", "cpp.no_redundant_loops",
     "emulate_precision_casts", "epilogue_fusion", "epilogue_fusion_first", "inplace_buffers",
