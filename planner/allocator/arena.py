@@ -16,7 +16,7 @@ from planner.allocator.settings import LARGE_ROUNDING, MIN_LARGE_REQUEST, SMALL_
 
 _SETTINGS = AllocatorSettings()
 MOST_SEGMENTS = 6
-MOST_EVENTS = 500_000
+MOST_EVENTS = 1_000_000
 """Allocations and frees that a search simulates; the try that reaches so many is the last."""
 _NEAR = 1 / 500
 """Of the most that is in use: nearer to it nothing is searched for."""
@@ -24,6 +24,10 @@ _PATIENCE = 60
 """Tries that improve nothing before the search begins anew from other segments."""
 _SHARES = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, -0.01, -0.02, -0.03, -0.05, -0.1, -0.15, -0.2)
 """What single segments are larger by than the most that is in use."""
+_BEGIN_WITHIN = 1.03
+"""Of the best so far: at most so much is reserved where the search begins anew."""
+_BY_SIZE = 0.7
+"""Blocks are drawn by this power of their size: the holes that matter are those between large ones."""
 
 Event = tuple[int, int]
 """The number of a block, and its bytes where it is allocated, none where it is freed; a block of the number
@@ -184,6 +188,7 @@ class _Search:
         self._peak = most_in_use(loop)
         self._enough = int(most_in_use([*before, *loop]) * (1 + _NEAR)) + LARGE_ROUNDING
         self._blocks = sorted({size for _, size in loop if size})
+        self._weights = [size**_BY_SIZE for size in self._blocks]
         self._random = random.Random(0)
 
     def run(self) -> None:
@@ -194,11 +199,11 @@ class _Search:
             if self._done():
                 return
             self._try(_segments([self._peak * (1 + share)]), self.best_bytes)
-        now, reserved, in_vain = self.best, self.best_bytes, 0
+        now, reserved, in_vain = tuple[int, ...](), 0, 0
         while not self._done():
             if not now or in_vain > _PATIENCE:
                 now, in_vain = self._some(), 0
-                found = self._try(now, self.best_bytes * 11 // 10)
+                found = self._try(now, int(self.best_bytes * _BEGIN_WITHIN))
                 if found is None:
                     now = ()
                     continue
@@ -230,16 +235,19 @@ class _Search:
         draw = self._random
         found = [self._peak * (1 + draw.uniform(0, 0.08))]
         for _ in range(draw.randrange(MOST_SEGMENTS)):
-            part = draw.choice(self._blocks) * draw.randint(1, 4)
+            part = self._block() * draw.randint(1, 4)
             if found[0] - part >= MIN_LARGE_REQUEST:
                 found[0] -= part
                 found.append(part)
         return _segments(found)
 
+    def _block(self) -> int:
+        return self._random.choices(self._blocks, self._weights)[0]
+
     def _changed(self, segments: tuple[int, ...]) -> tuple[int, ...]:
         """The segments, one of them of another size, cut in two, or joined to another."""
         draw, found = self._random, list[float](segments)
-        at, to, block = draw.randrange(len(found)), draw.randrange(len(found)), draw.choice(self._blocks)
+        at, to, block = draw.randrange(len(found)), draw.randrange(len(found)), self._block()
         way = draw.choice(("size", "move", "move", "cut", "join"))
         if way == "move" and at != to:
             found[at] -= block
