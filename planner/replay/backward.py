@@ -13,7 +13,7 @@ from planner.graph.replay.rng import run_from_state
 from planner.graph.replay.rnn_reserve import with_reserve
 from planner.replay.calls import is_batch_norm, results_of, without_statistics
 from planner.replay.loaded_program import LoadedProgram
-from planner.replay.noted import BelowAutograd, Held, InSlot, arguments_of, view_of
+from planner.replay.noted import Held, InSlot, arguments_of, below_autograd, view_of
 from planner.replay.program import PlannedCall, Run
 from planner.replay.slots import Slots
 
@@ -122,7 +122,7 @@ class Backward:
     def _run_all(self, save: int, keep: bool) -> None:
         if runs := self._program.runs.get(save):
             self._settings_now = settings()
-            with BelowAutograd():
+            with below_autograd():
                 for run in runs:
                     self._run(run)
                     if not keep:
@@ -136,7 +136,7 @@ class Backward:
             for _, slot in run.store:
                 bits = slots.tensors.get(run.bits)
                 if bits is not None:
-                    slots.put(slot, slots.masks[slot].unpacked(bits))
+                    slots.put(slot, slots.unpack[slot](bits))
         elif all(call in slots.recipes for call in run.calls):  # else an earlier backward has freed them
             made = self._results(run.calls)
             for j, slot in run.store:
@@ -209,7 +209,7 @@ class Backward:
                 read_last[view.slot] = max(read_last.get(view.slot, -1), position)
         found: dict[int, torch.Tensor] = {}
         self._settings_now = settings()
-        with BelowAutograd():
+        with below_autograd():
             for position, calls in order.items():
                 results = self._results(calls, found)
                 for j, s, _ in self._call(position).results:

@@ -40,21 +40,16 @@ _RESHAPES_STORAGE = frozenset(
     {"aten::resize_", "aten::set_", "aten::resize_as_", "inductor::resize_storage_bytes_"}
 )
 
-COUNTED: dict[Any, bool] = {}
-"""The answers of :func:`is_counted` so far."""
 
-
+@functools.cache
 def is_counted(func: Any) -> bool:
     """Whether a call of an operator has a position."""
-    known = COUNTED.get(func)
-    if known is None:
-        known = COUNTED[func] = (
-            operators.is_operator(func)
-            and not func.is_view
-            and func not in _LIFTS  # these hand on a tensor that Python made
-            and operators.name_of(func) not in QUERIES
-        )
-    return known
+    return (
+        operators.is_operator(func)
+        and not func.is_view
+        and func not in _LIFTS  # these hand on a tensor that Python made
+        and operators.name_of(func) not in QUERIES
+    )
 
 
 def tensors_among(values: Any) -> Iterator[torch.Tensor]:

@@ -19,12 +19,12 @@ from planner._torch.autograd import CountingMode, graph_is_kept
 from planner._torch.execution.bernoulli_draws import FASTER
 from planner._torch.tensors import alias_of, is_wrapper, without_history
 from planner.errors import FreedError, InputsChanged
+from planner.parallel.units import ROOT, Units
 from planner.replay.backward import Backward
-from planner.replay.calls import COUNTED, is_batch_norm, is_counted, operands_of, results_of, users_line
+from planner.replay.calls import is_batch_norm, is_counted, operands_of, results_of, users_line
 from planner.replay.loaded_program import LoadedProgram
 from planner.replay.noted import geometry_of, view_of
 from planner.replay.slots import Slots
-from planner.replay.units import ROOT, Units
 from planner.replay.unplanned_memory import UnplannedMemory
 from planner.training_step.user_lines import short_line
 
@@ -67,14 +67,12 @@ class FollowedStep:
         """Pack a tensor that autograd saves: drop it where the plan does, and keep it otherwise."""
         save, begun = self.save, self.loaded.begun
         if self.units.in_hooks:  # saves of fully_shard's hooks are not counted
-            tensor = without_history(tensor)
-            return tensor, tensor._version
+            return as_it_is(tensor)
         if save >= len(begun) or begun[save] != self.position:
             self.slots.strayed = True
             save = bisect_left(begun, self.position)
             if save >= len(begun) or begun[save] != self.position:
-                tensor = without_history(tensor)
-                return tensor, tensor._version  # the plan has no save here
+                return as_it_is(tensor)  # the plan has no save here
         self.save = save + 1
         slot = self.saves[save]
         planned = self.loaded.saved_bytes[save]
@@ -84,14 +82,12 @@ class FollowedStep:
             # Holders of a storage are counted by tensors: the user's tensor must count beside this one.
             if save in self.loaded.program.written_over:
                 tensor = alias_of(tensor)
-            tensor = without_history(tensor)  # a node that holds its own result would hold itself
             if save in self.loaded.asks:
-                return _Kept(self, save, tensor)
-            return tensor, tensor._version
+                return _Kept(self, save, without_history(tensor))
+            return as_it_is(tensor)
         if not (self.slots.holds(slot, tensor) and self.slots.can_be_made(slot)):
             self.slots.strayed = True
-            tensor = without_history(tensor)
-            return tensor, tensor._version
+            return as_it_is(tensor)
         waiting = self.backward.waiting
         waiting[slot] = waiting.get(slot, 0) + 1
         return _Dropped(self, save, slot, tensor)
@@ -212,6 +208,13 @@ class _Kept:
         self.step, self.save, self.tensor, self.version = step, save, tensor, tensor._version
 
 
+def as_it_is(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A saved tensor that is kept, with its version: without history, as a node that holds its own result
+    would hold itself."""
+    tensor = without_history(tensor)
+    return tensor, tensor._version
+
+
 def unpack(packed: Any) -> torch.Tensor:
     """The tensor that a node gets for its save."""
     if type(packed) is not tuple and packed.save in packed.step.backward.written:
@@ -246,10 +249,7 @@ class Following(CountingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(map(is_wrapper, types)):
             return NotImplemented
-        counted = COUNTED.get(func)
-        if counted is None:
-            counted = is_counted(func)
-        if not counted:
+        if not is_counted(func):
             return func(*args, **kwargs) if kwargs else func(*args)
         step = self.step
         if step.units.in_hooks:

@@ -1,12 +1,12 @@
-"""What a followed forward notes to run its calls again: arguments, generator states, masks as bits."""
+"""What a followed forward notes to run its calls again: arguments, generator states, settings."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.overrides import enable_reentrant_dispatch
 
-from planner._torch.execution import noise_operators
 from planner._torch.tensors import storage_number
 from planner.errors import InputsChanged
 from planner.graph.replay.rng import generator_state
@@ -79,18 +79,6 @@ class Recipe:
         self.func, self.args, self.kwargs, self.state, self.settings = func, args, kwargs, state, settings
 
 
-class Mask:
-    """The form of a mask that is kept as bits: each element is zero or ``nonzero``."""
-
-    __slots__ = ("count", "dtype", "nonzero")
-
-    def __init__(self, mask: torch.Tensor, nonzero: float) -> None:
-        self.count, self.dtype, self.nonzero = mask.numel(), mask.dtype, nonzero
-
-    def unpacked(self, bits: torch.Tensor) -> torch.Tensor:
-        return noise_operators.unpack(bits, self.count, self.dtype, self.nonzero)
-
-
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory without history; the version counter is shared. For use inside of a dispatch mode."""
     with enable_reentrant_dispatch(), torch.no_grad():
@@ -126,18 +114,12 @@ def rng_state(args: Any, kwargs: Any) -> tuple[torch.Tensor, str, int | None]:
     return generator_state(device.type, device.index), device.type, device.index
 
 
-class BelowAutograd:
+@contextmanager
+def below_autograd() -> Iterator[None]:
     """A context in which operators run as below autograd in the forward: without saves and autocast."""
-
-    def __enter__(self) -> None:
-        self._grad = torch.no_grad()
-        self._grad.__enter__()
-        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        self._autocast = [torch.autocast(kind, enabled=False) for kind in kinds]
-        for region in self._autocast:
-            region.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for region in reversed(self._autocast):
-            region.__exit__(*error)
-        self._grad.__exit__(*error)
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

@@ -22,25 +22,24 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from planner._torch import operators
-from planner._torch.execution.written_over import can_write_over
 from planner.capture.captured_step import CapturedGraph
 from planner.costs.devices import Device, round_bytes
 from planner.costs.eager_timeline import eager_timeline, real_sizes
 from planner.costs.host_time import host_time
 from planner.costs.roofline import Costs, roofline
 from planner.costs.workspace import NOT_RUN, OpMemory, Workspaces
-from planner.graph.replay.packed import LEAST_ELEMENTS
 from planner.graph.replay.rng import generator_state_bytes
 from planner.graph.spec import GraphSpec
 from planner.heap import made_to_stay
+from planner.parallel.units import ROOT
 from planner.planfile.replay_record import ReplayRecord
 from planner.problem.build import Problem
 from planner.problem.rows import Source
-from planner.replay.calls import DETACH, draws
+from planner.replay.calls import draws
 from planner.replay.capture import ReplayedStep
+from planner.replay.overwriting import find_overwritten, overwrite, with_outputs_of
 from planner.replay.recorder import CallDetails
 from planner.replay.repeatable import Repeatable
-from planner.replay.units import ROOT
 from planner.training_step.recorder import Event
 from solvers.model.arrays import Schedule
 from solvers.model.graph import GLUE_REGION, Graph, Op, Phase, Value
@@ -166,11 +165,6 @@ def build_replayed(
     )
 
 
-def with_outputs_of(op: Op, other: Op) -> tuple[Op, Op]:
-    """Two operations, each with the outputs of the other."""
-    return replace(op, outputs=other.outputs), replace(other, outputs=op.outputs)
-
-
 class _Row(NamedTuple):
     event: int  # -1 for the row after it, whose output is a result that was written over an operand
     op: Op
@@ -206,7 +200,9 @@ class _Builder:
         remade = {s for index, event in enumerate(events) if repeatable[index] for s in event.allocates}
         self._remade = remade
         self._unasked = self._find_unasked(repeatable)
-        entries, over = self._entries(), self._find_written_over()
+        entries = self._entries()
+        # Only the CPU's kernels are known to allow it.
+        over = find_overwritten(self.captured, remade) if self.device.kind == "cpu" else {}
         released: dict[int, set[int]] = {}  # by event: the storages that autograd frees after it
         for save in saved.saves:
             if save.storage in remade and save.unpacked and save.released is not None:
@@ -267,41 +263,6 @@ class _Builder:
             and not save.unpacked
             and all(details[w].position < save.begun for w in writers.get(save.storage, ()))
         }
-
-    def _find_written_over(self) -> dict[int, int]:
-        """By event, the save that its result can be written over: by then autograd and Python have freed all
-        tensors in that storage."""
-        found: dict[int, int] = {}
-        if self.device.kind != "cpu":
-            return found  # only the CPU's kernels are known to allow it
-        last: dict[int, list[int | None]] = {}  # by storage: when its saves were freed
-        for save in self.saved.saves:
-            last.setdefault(save.storage, []).append(save.released)
-        for number, save in enumerate(self.saved.saves):
-            asked = len(save.unpacked) == 1 and not save.by_python
-            if save.storage not in self._remade or not asked or save.released is None:
-                continue
-            reading = [
-                at
-                for at in range(save.unpacked[0], save.released + 1)
-                if save.storage in self.saved.details[at].operands and self._func(at) is not DETACH
-            ]
-            if len(reading) != 1:  # calls that read a view of it count, too
-                continue
-            (at,) = reading
-            ends = [*last[save.storage], self.storages[save.storage].died_after]
-            ends.remove(save.released)
-            if any(end is None or end > at for end in ends):
-                continue
-            args = self.recording.calls[self._call_of(at)].args
-            if can_write_over(self._func(at), args) and args[1].numel() >= LEAST_ELEMENTS:
-                (gradient, read), (made,) = self.saved.details[at].operands[:2], self.events[at].allocates
-                if read == save.storage != gradient and self.storages[made].died_after != at:
-                    found[at] = number
-        return found
-
-    def _func(self, event: int) -> Any:
-        return self.recording.calls[self._call_of(event)].func
 
     def _entries(self) -> dict[int, set[int]]:
         """By event, the storages that can be made again and that nodes ask for right before it."""
@@ -422,35 +383,14 @@ class _Builder:
                 if rerun is not None:
                     ops[i] = replace(row.op, replay=RowId(len(ops)))
                     ops.append(rerun)
-        self._write_over(ops)
+        saves = {row: self.saved.saves[number] for row, number in self.written_over.items()}
+        held = {
+            r: (base_op(self._row_of[s.released or 0]), self.value_of[s.storage]) for r, s in saves.items()
+        }
+        self.held_otherwise = overwrite(ops, len(base), held)
+        self.written_over = {row: self.written_over[row] for row in self.held_otherwise}
         rounded = (v._replace(bytes=round_bytes(self.device, v.bytes)) for v in values)
         return Graph(tuple(ops), tuple(rounded), base_length=len(base))
-
-    def _write_over(self, ops: list[Op]) -> None:
-        """Let results be written over operands that nothing needs later, re-runs included."""
-        over = {row: self.saved.saves[save] for row, save in self.written_over.items()}
-        held = {
-            (self._row_of[save.released or 0], self.value_of[save.storage]): r for r, save in over.items()
-        }
-        # By value: the last row of the backward that reads it, or that a re-run reads it for.
-        needed = [-1] * len(self.values)
-        for i, op in enumerate(ops[: len(self.rows)]):
-            if op.phase is Phase.BACKWARD:
-                for value in op.inputs:
-                    needed[value] = max(needed[value], held.get((i, value), i))
-        for op in reversed(ops[: len(self.rows)]):
-            if op.phase is Phase.FORWARD and op.recomputable:
-                rerun = op if op.replay is None else ops[op.replay]
-                for value in rerun.inputs:
-                    needed[value] = max(needed[value], *(needed[output] for output in rerun.outputs))
-        for (last, value), row in held.items():
-            if needed[value] != row:
-                del self.written_over[row]
-                continue
-            ops[row], ops[row + 1] = with_outputs_of(ops[row], ops[row + 1])
-            if last != row:  # by then the result has the memory
-                ops[last] = replace(ops[last], inputs=tuple(v for v in ops[last].inputs if v != value))
-            self.held_otherwise[row] = base_op(last), value
 
     def _rerun(
         self,

@@ -24,6 +24,7 @@ from planner._torch.without_data.forms import Form, is_plain
 from planner._torch.without_data.one_hot import OneHotAsWithData
 from planner._torch.without_data.plain import ASKS_FOR_DEVICE
 from planner.parallel.fully_shard import ShardedUnits
+from planner.parallel.units import ROOT, Units
 from planner.replay.calls import (
     has_generator,
     is_batch_norm,
@@ -34,7 +35,6 @@ from planner.replay.calls import (
     users_line,
     written_operands,
 )
-from planner.replay.units import ROOT, Units
 from planner.training_step.recorder import Recording, StepRecorder
 
 

@@ -8,9 +8,9 @@ so the copy that autograd keeps of the operand of an activation in place can run
 
 from bisect import bisect_left
 
+from planner.parallel.units import ROOT
 from planner.replay.calls import can_run_again, draws
 from planner.replay.recorder import Saved
-from planner.replay.units import ROOT
 from planner.training_step.recorder import Event
 
 CROSSES_UNITS = "units hand it to one another"

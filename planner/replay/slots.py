@@ -5,7 +5,8 @@ noted call made, and only noted calls have written to that since.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from planner.replay.calls import (
     written_operands,
 )
 from planner.replay.loaded_program import LoadedProgram
-from planner.replay.noted import Held, InSlot, Mask, Recipe, alias, arguments_of, changed_error, rng_state
+from planner.replay.noted import Held, InSlot, Recipe, alias, arguments_of, changed_error, rng_state
 from planner.replay.program import PlannedCall
 
 
@@ -39,7 +40,7 @@ class Slots:
         tensors: By slot, its tensor; None where that was freed.
         kept: Slots that hold what the forward itself made.
         recipes: By position, the noted calls.
-        masks: By slot, the form of a mask that is kept as bits.
+        unpack: By the slot of a mask that is kept as bits, makes the mask of its bits.
         changed: Slots that an unplanned call has written to.
         strayed: Whether a tensor was not the value that the plan has at its place.
     """
@@ -50,7 +51,7 @@ class Slots:
         self.tensors: dict[int, torch.Tensor | None] = {}
         self.kept: set[int] = set()
         self.recipes: dict[int, Recipe] = {}
-        self.masks: dict[int, Mask] = {}
+        self.unpack: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
         self.changed: set[int] = set()
         self.strayed = False
         self._refs: dict[int, Any] = {}  # weak references to the storages
@@ -121,7 +122,9 @@ class Slots:
         nonzero = masks.nonzero_value(func, out, args)
         if nonzero is not None and slot in self._masked and self.holds(slot, out) and fills_storage(out):
             self.tensors[bits] = noise_operators.pack(out, nonzero)
-            self.masks[slot] = Mask(out, nonzero)
+            self.unpack[slot] = partial(
+                noise_operators.unpack, count=out.numel(), dtype=out.dtype, kept=nonzero
+            )
 
     def holds(self, slot: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in a slot's storage, as the noted calls left it."""
@@ -132,7 +135,7 @@ class Slots:
 
     def can_be_made(self, slot: int) -> bool:
         """Whether a slot's value can be made again: of its bits, or by calls that were all noted."""
-        if slot in self.masks:
+        if slot in self.unpack:
             return True
         makers = self._makers.get(slot, (-1,))
         return all(maker in self.recipes for maker in makers)
@@ -193,9 +196,9 @@ class Slots:
     def checked_or_unpacked(self, slot: int) -> torch.Tensor | None:
         """The tensor of a slot, unpacked where only its bits are there."""
         base = self.checked(slot)
-        if base is None and slot in self.masks:
+        if base is None and slot in self.unpack:
             bits = self.tensors.get(self._bits[slot])
-            return None if bits is None else self.masks[slot].unpacked(bits)
+            return None if bits is None else self.unpack[slot](bits)
         return base
 
     def recipe(self, position: int) -> Recipe:

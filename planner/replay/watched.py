@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from planner._torch.autograd import hooks_on_saved_tensors
-from planner._torch.tensors import without_history
-from planner.replay.follow import unpack
+from planner.parallel.units import ROOT, Units
+from planner.replay.follow import as_it_is, unpack
 from planner.replay.loaded_program import LoadedProgram
-from planner.replay.units import ROOT, Units
 
 FIRST_STEPS, ONE_IN = 8, 16
 """So many first steps are watched, then one in so many."""
@@ -40,8 +39,7 @@ class WatchedStep:
                 if size > planned:
                     self._larger = size, planned
             self.count += 1
-        tensor = without_history(tensor)  # a node that holds its own result would hold itself
-        return tensor, tensor._version
+        return as_it_is(tensor)
 
     @property
     def other_path(self) -> bool:
