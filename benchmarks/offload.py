@@ -109,7 +109,7 @@ LIMIT = 240
 
 
 def small_models() -> Iterator[tuple[str, nn.Module, dict[str, torch.Tensor]]]:
-    """Models that take seconds to run: :data:`SMALL`. ResNet-50 has half of the usual channels."""
+    """Models that take seconds to run: :data:`SMALL`."""
     words = torch.randint(0, 500, (8, 512))
     text = {"input_ids": words, "labels": words}
     image = {"pixel_values": torch.randn(8, 3, 128, 128), "labels": torch.randint(0, 10, (8,))}
@@ -118,8 +118,8 @@ def small_models() -> Iterator[tuple[str, nn.Module, dict[str, torch.Tensor]]]:
     yield "Llama", hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, intermediate_size=344, use_cache=False)), text
     patches = hf.ViTConfig(**SIZES, intermediate_size=512, image_size=128, patch_size=4, num_labels=10)
     yield "ViT", hf.ViTForImageClassification(patches), image
-    sizes = {"hidden_sizes": [64, 128, 256, 512], "embedding_size": 16, "num_labels": 10}
-    yield "ResNet-50", hf.ResNetForImageClassification(hf.ResNetConfig(**sizes)), image
+    image = {"pixel_values": torch.randn(8, 3, 192, 192), "labels": image["labels"]}
+    yield "ResNet-50", hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=10)), image
 
 
 def ran(name: str, model: nn.Module, kwargs: dict[str, torch.Tensor]) -> Iterator[str]:

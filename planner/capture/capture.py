@@ -180,7 +180,7 @@ def _on_a_copy(
     rank: Rank | None,
 ) -> _T:
     report = progress or (lambda text, fraction: None)
-    added_to = gradients_there(module, accumulate)
+    added_to = gradients_there(parameters_of(module), accumulate)
 
     def capture_with(run: RunOfACopy) -> _T:
         return use(_Capture(run, report, cuda if run.without_data else None, added_to, rank))

@@ -1,7 +1,7 @@
 """The memory that an optimizer keeps between steps, and the memory and time of its step."""
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from planner.costs.eager_timeline import eager_timeline
 from planner.costs.roofline import Costs
 from planner.costs.workspace import WorkspaceMeter
 from planner.errors import PlannerError
-from planner.module_parts import parameters_of
 from planner.training_step.recorder import Recording, StepRecorder
 from planner.training_step.step import tensors_in, unique_storages
 
@@ -53,12 +52,11 @@ OF_ANOTHER_MODEL = (
 )
 
 
-def is_of_another_model(optimizer: Optimizer | None, module: torch.nn.Module) -> bool:
-    """Whether an optimizer was made for another model, and not for a copy of this one either."""
+def is_of_another_model(optimizer: Optimizer | None, own: Sequence[torch.Tensor]) -> bool:
+    """Whether an optimizer was made for another model than that of these parameters or a copy of it."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return False
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    own = parameters_of(module)
     if {*map(identity, held)} & {*map(identity, own)}:
         return False
     return bool(Counter(tuple(p.shape) for p in held) - Counter(tuple(p.shape) for p in own))
@@ -67,7 +65,7 @@ def is_of_another_model(optimizer: Optimizer | None, module: torch.nn.Module) ->
 @no_other_thread_traces()
 def optimizer_step(
     optimizer: Optimizer | None,
-    module: torch.nn.Module,
+    parameters: Sequence[torch.Tensor],
     device: Device,
     meter: WorkspaceMeter | None = None,
     costs: Costs | None = None,
@@ -82,7 +80,7 @@ def optimizer_step(
 
     Args:
         optimizer: An instance, a class, or the name of one in ``torch.optim`` ("AdamW").
-        module: The module whose parameters it trains.
+        parameters: Of the module that it trains.
         device: Where the step will run.
         meter: Measures the workspace of kernels; None counts none.
         costs: Seconds of operations; None for the device's roofline.
@@ -92,7 +90,7 @@ def optimizer_step(
         OptimizerError: There is no such optimizer, or its step fails.
     """
     instance = isinstance(optimizer, torch.optim.Optimizer)
-    trained = any(p.requires_grad for p in module.parameters())
+    trained = any(p.requires_grad for p in parameters)
     if optimizer is None or not (instance or trained):  # PyTorch refuses an optimizer of no parameters
         return OptimizerStep()
     mode = fake_.fake_mode()
@@ -118,7 +116,7 @@ def optimizer_step(
             fresh = _like(optimizer, fake)
         else:
             settings: dict[str, Any] = {} if kind is not torch.optim.SGD else {"lr": 1e-3}
-            fresh = kind([fake(p) for p in module.parameters() if p.requires_grad], **settings)
+            fresh = kind([fake(p) for p in parameters if p.requires_grad], **settings)
         resident = [*fakes.values(), *(f.grad for f in fakes.values() if f.grad is not None)]
         if device.kind == "cuda":
             _as_on_cuda(fresh)

@@ -9,7 +9,7 @@ from planner._torch.autocast_state import autocast_regions
 from planner.costs.devices import find_device
 from planner.costs.optimizer_step import optimizer_step
 from planner.errors import BudgetError
-from planner.module_parts import named_parts
+from planner.module_parts import named_parts, parameters_of
 from planner.parallel.rank import Rank
 from planner.parallel.recorded import parallel_of
 from planner.parallel.strategies import read_parallel
@@ -78,7 +78,9 @@ def mismatch(
         if then != now:
             return f"{name} {_shown(then)}, now {_shown(now)}"
     shape_of = None if ranks is None else Rank(ranks).shape_of
-    kept = optimizer_step(options.get("optimizer"), model, device, shape_of=shape_of).state_bytes
+    kept = optimizer_step(
+        options.get("optimizer"), parameters_of(model), device, shape_of=shape_of
+    ).state_bytes
     if kept != plan.resident.optimizer_bytes:
         return f"an optimizer that keeps {plan.resident.optimizer_bytes:,} bytes, now {kept:,}"
     return _other_inputs(plan.model.inputs, input_records(step))

@@ -1,6 +1,6 @@
 """One rank: the bytes that it holds throughout, and the hooks that run around its step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,39 +48,40 @@ class Rank:
             units = ShardedUnits(copied.module, self.units, self.options, added_to, copies=copies)
         return [units.adds_to(parameter) for parameter in parameters_of(copied.module)], units
 
-    def parameter_bytes(self, model: torch.nn.Module) -> list[int]:
+    def parameter_bytes(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """Bytes of each parameter's storage on the rank."""
-        return [self._bytes(p) for p in unique_storages(parameters_of(model))]
+        return [self._bytes(p) for p in unique_storages(parameters)]
 
-    def gradient_bytes(self, model: torch.nn.Module, added_to: Sequence[bool]) -> list[int]:
+    def gradient_bytes(self, parameters: Iterable[torch.Tensor], added_to: Sequence[bool]) -> list[int]:
         """Bytes of each gradient that is there before the step."""
-        pairs = zip(parameters_of(model), added_to, strict=True)
+        pairs = zip(parameters, added_to, strict=True)
         return [self._bytes(p) for p, added in pairs if added]
 
-    def bucket_bytes(self, model: torch.nn.Module, added_to: Sequence[bool]) -> list[int]:
+    def bucket_bytes(self, parameters: Iterable[torch.Tensor], added_to: Sequence[bool]) -> list[int]:
         """Bytes of each part of the buckets that is no gradient at the same time."""
         options = self.options
         if not isinstance(options, DDP):
             return []
-        pairs = zip(parameters_of(model), added_to, strict=True)
+        pairs = zip(parameters, added_to, strict=True)
         return [
             p.numel() * p.element_size()
             for p, added in pairs
             if p.requires_grad and not (added and options.gradient_as_bucket_view)
         ]
 
-    def unreduced_bytes(self, model: torch.nn.Module) -> list[int]:
+    def unreduced_bytes(self, parameters: Iterable[torch.Tensor]) -> list[int]:
         """Bytes of each gradient that is there whole between micro-batches."""
         options = self.options
         if not (isinstance(options, FSDP2) and options.no_sync):
             return []
-        return [unreduced_bytes(p, options) for p in parameters_of(model) if p.requires_grad]
+        return [unreduced_bytes(p, options) for p in parameters if p.requires_grad]
 
-    def reduced_bytes(self, model: torch.nn.Module, added_to: Sequence[bool]) -> int:
+    def reduced_bytes(self, parameters: Iterable[torch.Tensor], added_to: Sequence[bool]) -> int:
         """Bytes of the shards that reduction leaves of whole gradients, and does not add to others."""
-        if not self.unreduced_bytes(model):
+        options = self.options
+        if not (isinstance(options, FSDP2) and options.no_sync):
             return 0
-        pairs = zip(parameters_of(model), added_to, strict=True)
+        pairs = zip(parameters, added_to, strict=True)
         return sum(self._bytes(p) for p, added in pairs if p.requires_grad and not added)
 
     @property
@@ -95,9 +96,8 @@ class Rank:
         return int(parameter.untyped_storage().nbytes())
 
 
-def gradients_there(module: torch.nn.Module, accumulate: bool | None) -> list[bool]:
+def gradients_there(parameters: Iterable[torch.Tensor], accumulate: bool | None) -> list[bool]:
     """For each parameter, whether its gradient is there when a step begins, and is added to."""
     return [
-        p.requires_grad and (p.grad is not None if accumulate is None else accumulate)
-        for p in parameters_of(module)
+        p.requires_grad and (p.grad is not None if accumulate is None else accumulate) for p in parameters
     ]

@@ -35,6 +35,7 @@ from planner.graph.joint_graph import JointGraph
 from planner.graph.overwritten import checked_inputs
 from planner.heap import room_on_the_stack
 from planner.interrupts import at_stages, held_interrupts
+from planner.module_parts import parameters_of
 from planner.parallel.rank import Rank, gradients_there
 from planner.parallel.strategies import FSDP2, read_parallel, refuse_for_tensor_parallel
 from planner.planfile.fingerprint import state_digest
@@ -121,8 +122,9 @@ def prepare_for_backend(
     problem, packings = _problem(captured, step, options, where, meter, source)
     if meter is not None:
         refuse_what_cannot_run(captured.eager.calls, meter)
+    parameters = parameters_of(model)
     if like is None:
-        update = _optimizer_step(captured, model, options, where, meter, source, rank)
+        update = _optimizer_step(captured, parameters, options, where, meter, source, rank)
     else:
         update = like.footprint.optimizer
     if isinstance(source, MeasuredCosts):
@@ -131,7 +133,7 @@ def prepare_for_backend(
         warn(unmeasured(meter))
     if where.here.type == "cuda":
         torch.cuda.empty_cache()  # blocks of other sizes than the step's, which it would split
-    footprint = _footprint(captured, problem, model, step, options, where, update, rank)
+    footprint = _footprint(captured, problem, parameters, step, options, where, update, rank)
     return Prepared(
         model,
         step,
@@ -288,7 +290,7 @@ def _problem(
 
 def _optimizer_step(
     captured: CapturedStep,
-    model: torch.nn.Module,
+    parameters: Sequence[torch.Tensor],
     options: PlanOptions,
     where: _Where,
     meter: WorkspaceMeter | None,
@@ -296,10 +298,10 @@ def _optimizer_step(
     rank: Rank | None,
 ) -> OptimizerStep:
     """What the optimizer's step takes, and its state: of one that steps in hooks, what these refer to."""
-    if is_of_another_model(options.optimizer, model):
+    if is_of_another_model(options.optimizer, parameters):
         _note_and_warn(captured, OF_ANOTHER_MODEL)
     shape_of = None if rank is None else rank.shape_of
-    update = optimizer_step(options.optimizer, model, where.target, meter, source, shape_of)
+    update = optimizer_step(options.optimizer, parameters, where.target, meter, source, shape_of)
     if options.optimizer is None and captured.state_in_hooks:
         held = unique_storages(captured.state_in_hooks)
         sizes = [round_bytes(where.target, int(t.untyped_storage().nbytes())) for t in held]
@@ -310,7 +312,7 @@ def _optimizer_step(
 def _footprint(
     captured: CapturedStep,
     problem: Problem,
-    model: torch.nn.Module,
+    parameters: Sequence[torch.Tensor],
     step: Step,
     options: PlanOptions,
     where: _Where,
@@ -318,9 +320,9 @@ def _footprint(
     rank: Rank | None,
 ) -> StepMemoryModel:
     """The bytes around forward and backward."""
-    added_to = gradients_there(model, options.accumulate)
-    there = bytes_throughout(captured, rank, model, added_to, step.in_flight)
-    reduced = 0 if rank is None else rank.reduced_bytes(model, added_to)
+    added_to = gradients_there(parameters, options.accumulate)
+    there = bytes_throughout(captured, rank, parameters, added_to, step.in_flight)
+    reduced = 0 if rank is None else rank.reduced_bytes(parameters, added_to)
     target = where.target
     resident, recorded = there.resident(update, target), None
     if is_recorded(options.backend, options.backend_options):

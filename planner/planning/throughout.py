@@ -53,14 +53,15 @@ class ThroughoutBytes:
 def bytes_throughout(
     captured: CapturedStep,
     rank: Rank | None,
-    model: torch.nn.Module,
+    parameters: Sequence[torch.Tensor],
     added_to: Sequence[bool],
     in_flight: int | None = None,
 ) -> ThroughoutBytes:
     """The bytes that are there throughout a captured step.
 
     Args:
-        captured, model: The step, and its module.
+        captured: The step.
+        parameters: Of its module.
         rank: The rank whose step it is; None for a single process.
         added_to: Whether each trainable parameter has a gradient when the step begins.
         in_flight: How many micro-batches are between their forward and their backward, of a pipeline's stage.
@@ -75,11 +76,11 @@ def bytes_throughout(
     if rank is None:
         return ThroughoutBytes(sizes(captured.parameters), buffers, (), (), sizes(captured.gradients), inputs)
     return ThroughoutBytes(
-        rank.parameter_bytes(model),
+        rank.parameter_bytes(parameters),
         buffers,
-        rank.bucket_bytes(model, added_to),
-        rank.unreduced_bytes(model),
-        rank.gradient_bytes(model, added_to),
+        rank.bucket_bytes(parameters, added_to),
+        rank.unreduced_bytes(parameters),
+        rank.gradient_bytes(parameters, added_to),
         inputs,
     )
 

@@ -19,6 +19,7 @@ from planner.costs.optimizer_step import (
     optimizer_step,
 )
 from planner.costs.step_memory import StepMemoryModel
+from planner.module_parts import parameters_of
 from planner.planfile.plan import Resident
 from planner.user_plan import Plan
 from planner.verification.measure import measure_peak
@@ -149,7 +150,7 @@ def test_steps_of_lists_on_a_gpu(name: str) -> None:
     make, kept, held = OPTIMIZERS[name]
     module = Module()
     gpu = replace(find_device("V100-32GB"), allocation_rounding_bytes=1)
-    found = optimizer_step(make(module.parameters()), module, gpu)
+    found = optimizer_step(make(module.parameters()), parameters_of(module), gpu)
     steps = 4 * len(PARAMETERS) if name == "fused" else 0  # counters that are on the device
     assert found.state_bytes == 4 * kept * ELEMENTS + steps
     assert found.transient_bytes == 4 * held * ELEMENTS
@@ -157,7 +158,9 @@ def test_steps_of_lists_on_a_gpu(name: str) -> None:
 
 def test_one_parameter_at_a_time_holds_what_the_largest_needs() -> None:
     module = Module()
-    found = optimizer_step(torch.optim.AdamW(module.parameters(), foreach=False), module, find_device("T4"))
+    found = optimizer_step(
+        torch.optim.AdamW(module.parameters(), foreach=False), parameters_of(module), find_device("T4")
+    )
     largest = -(-4 * 300 * 200 // 512) * 512
     assert largest <= found.transient_bytes <= 2 * largest + 1024
 
@@ -167,7 +170,7 @@ def test_one_parameter_at_a_time_holds_what_the_largest_needs() -> None:
 def test_a_step_on_the_cpu_takes_what_is_predicted(name: str) -> None:
     module = Module()
     optimizer = OPTIMIZERS[name][0](module.parameters())
-    predicted = optimizer_step(optimizer, module, find_device("cpu"))
+    predicted = optimizer_step(optimizer, parameters_of(module), find_device("cpu"))
     for parameter in module.parameters():
         parameter.grad = torch.randn_like(parameter)
     first = measure_peak(optimizer.step, "cpu")
@@ -185,7 +188,7 @@ def test_settings_hooks_and_schedulers_of_an_instance_are_left_alone() -> None:
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("the user's hook ran"))
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     before = [p.detach().clone() for p in module.parameters()]
-    found = optimizer_step(optimizer, module, find_device("cpu"))
+    found = optimizer_step(optimizer, parameters_of(module), find_device("cpu"))
     assert found.state_bytes >= 8 * ELEMENTS
     assert not optimizer.state
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
@@ -194,7 +197,9 @@ def test_settings_hooks_and_schedulers_of_an_instance_are_left_alone() -> None:
 
 def test_an_optimizer_that_asks_for_norms() -> None:
     module = Module()
-    found = optimizer_step(torch.optim.Adafactor(module.parameters()), module, find_device("T4"))
+    found = optimizer_step(
+        torch.optim.Adafactor(module.parameters()), parameters_of(module), find_device("T4")
+    )
     assert 0 < found.state_bytes < 8 * ELEMENTS
 
 
@@ -202,7 +207,7 @@ def test_an_optimizer_that_needs_more_than_a_call_is_refused() -> None:
     with pytest.raises(
         OptimizerError, match=r"LBFGS cannot take a step.* With optimizer=None, also in a trainer's callback"
     ):
-        optimizer_step("LBFGS", Module(), find_device("cpu"))
+        optimizer_step("LBFGS", parameters_of(Module()), find_device("cpu"))
 
 
 def test_the_sum_on_a_gpu_and_the_room_it_leaves() -> None:

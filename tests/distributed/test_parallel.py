@@ -84,15 +84,16 @@ def _plan(parallel: Any, **options: Any) -> Plan:
 
 def test_what_a_rank_holds() -> None:
     model = Layers(2)
-    sizes = [4 * p.numel() for p in model.parameters()]
+    own = [*model.parameters()]
+    sizes = [4 * p.numel() for p in own]
     there = [True] * len(sizes)
     eight, beside, inside = (Rank(options) for options in (FSDP2(8), DDP(8), DDP(8, 25, True)))
-    assert eight.parameter_bytes(model) == eight.gradient_bytes(model, there) == [size // 8 for size in sizes]
-    assert eight.bucket_bytes(model, there) == inside.bucket_bytes(model, there) == []
-    assert beside.parameter_bytes(model) == beside.bucket_bytes(model, there) == sizes
-    assert inside.bucket_bytes(model, [False] * len(sizes)) == sizes
+    assert eight.parameter_bytes(own) == eight.gradient_bytes(own, there) == [size // 8 for size in sizes]
+    assert eight.bucket_bytes(own, there) == inside.bucket_bytes(own, there) == []
+    assert beside.parameter_bytes(own) == beside.bucket_bytes(own, there) == sizes
+    assert inside.bucket_bytes(own, [False] * len(sizes)) == sizes
     cpu = find_device("cpu")
-    whole, shard = (optimizer_step("adamw", model, cpu, shape_of=f) for f in (None, eight.shape_of))
+    whole, shard = (optimizer_step("adamw", own, cpu, shape_of=f) for f in (None, eight.shape_of))
     counters = 4 * len(sizes)
     assert (shard.state_bytes - counters) * 8 == whole.state_bytes - counters
 

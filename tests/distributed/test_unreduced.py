@@ -215,7 +215,7 @@ def test_whole_gradients_are_in_the_dtype_that_is_predicted(
 ) -> None:
     model = _Narrowing()
     parallel = planner.FSDP2(1, param_dtype=param_dtype, reduce_dtype=reduce_dtype, no_sync=True)
-    predicted = Rank(parallel).unreduced_bytes(model)
+    predicted = Rank(parallel).unreduced_bytes(model.parameters())
     _sharded(model, parallel, None)
     model.set_requires_gradient_sync(False)  # type: ignore[operator]
     model(torch.randn(64, 16)).backward()
