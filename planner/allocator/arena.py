@@ -18,8 +18,11 @@ _SETTINGS = AllocatorSettings()
 MOST_SEGMENTS = 6
 MOST_EVENTS = 1_000_000
 """Allocations and frees that a search simulates; the try that reaches so many is the last."""
-_NEAR = 1 / 500
-"""Of the most that is in use: nearer to it nothing is searched for."""
+THOROUGH_EVENTS = 5_000_000
+"""Those that a search for a plan that is stored simulates, as long as ``_FAR`` is lost."""
+_NEAR, _FAR = 1 / 500, 1 / 20
+"""Of the most that is in use. Nearer to it than the first nothing is searched for, nor nearer than the other
+once ``MOST_EVENTS`` are simulated."""
 _PATIENCE = 60
 """Tries that improve nothing before the search begins anew from other segments."""
 _SHARES = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, -0.01, -0.02, -0.03, -0.05, -0.1, -0.15, -0.2)
@@ -182,11 +185,12 @@ class _Search:
         self._start, self._loop = LargePool(), loop
         self._start.run(before)
         without = self._start.copy()
-        self._left = most_events - without.run(loop)
+        self._left, self._more = most_events - without.run(loop), most_events - MOST_EVENTS
         self.best: tuple[int, ...] = ()
         self.best_bytes = self.without_bytes = without.reserved_bytes
         self._peak = most_in_use(loop)
-        self._enough = int(most_in_use([*before, *loop]) * (1 + _NEAR)) + LARGE_ROUNDING
+        in_use = most_in_use([*before, *loop])
+        self._near, self._far = (int(in_use * (1 + share)) + LARGE_ROUNDING for share in (_NEAR, _FAR))
         self._blocks = sorted({size for _, size in loop if size})
         self._weights = [size**_BY_SIZE for size in self._blocks]
         self._random = random.Random(0)
@@ -215,7 +219,8 @@ class _Search:
                 now, reserved = changed, found
 
     def _done(self) -> bool:
-        return self._left <= 0 or self.best_bytes <= self._enough
+        enough = self._near if self._left > self._more else self._far
+        return self._left <= 0 or self.best_bytes <= enough
 
     def _try(self, segments: tuple[int, ...], most_bytes: int) -> int | None:
         """What is reserved with these segments; None where it is more than so much."""

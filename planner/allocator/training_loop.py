@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.allocator.arena import Arena, Recorder, find_arena
+from planner.allocator.arena import MOST_EVENTS, Arena, Recorder, find_arena
 from planner.allocator.caching_allocator import CachingAllocator
 from planner.allocator.settings import AllocatorSettings
 
@@ -117,14 +117,15 @@ def reservation(loop: TrainingLoop, settings: AllocatorSettings | None = None) -
     return Reservation(allocator.peak_reserved_bytes, allocator.peak_allocated_bytes)
 
 
-def arena_of(loop: TrainingLoop) -> Arena:
-    """The segments to reserve before a loop's first step, by the allocator's default settings."""
+def arena_of(loop: TrainingLoop, most_events: int = MOST_EVENTS) -> Arena:
+    """The segments to reserve before a loop's first step, by the allocator's default settings; see
+    :func:`planner.allocator.arena.find_arena`."""
     before, after = Recorder(), Recorder()
     for size in loop.resident:
         before.malloc(size)
     for _ in run(replace(loop, resident=(), arena=()), after):
         pass
-    return find_arena(before.events, after.events)
+    return find_arena(before.events, after.events, most_events)
 
 
 class Allocator(Protocol):

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from planner.allocator.arena import MOST_EVENTS
 from planner.allocator.training_loop import Allocations
 from planner.costs.step_memory import StepMemoryModel
 from planner.planfile.schema import WholeStep
@@ -80,7 +81,7 @@ class Sized:
             on_gpu = self.footprint.device.kind == "cuda"
             allocations = planned_allocations(self.graph, schedule) if on_gpu else None
             self._whole_steps[key] = self.footprint.whole_step(
-                peak, self.final_bytes, allocations, arena=True
+                peak, self.final_bytes, allocations, arena=MOST_EVENTS
             )
         return self._whole_steps[key]
 

@@ -50,7 +50,7 @@ class StepMemoryModel:
         final_bytes: int,
         allocations: Allocations | None = None,
         *,
-        arena: bool = False,
+        arena: int = 0,
     ) -> WholeStep:
         """The whole step of a schedule.
 
@@ -59,13 +59,13 @@ class StepMemoryModel:
             final_bytes: Bytes that they leave: gradients, outputs.
             allocations: Their allocations, in order, to predict fragmentation in the allocator of a GPU; None
                 leaves it out.
-            arena: Whether segments are reserved for it beforehand.
+            arena: How many events the search for segments to reserve beforehand simulates; none without such.
         """
         recorded = self.recorded_bytes or 0
         forward_backward = self.resident.total + dynamic_peak_bytes
         resident = self.resident.total - self.resident.unreduced_bytes + self.reduced_bytes
         if self.recorded_bytes is not None:
-            final_bytes, arena = max(final_bytes, dynamic_peak_bytes), False
+            final_bytes, arena = max(final_bytes, dynamic_peak_bytes), 0
         update = resident + final_bytes + self.optimizer.transient_bytes
         allocated = max(forward_backward, update)
         fragmentation, without, expandable = 0, None, None
@@ -73,7 +73,7 @@ class StepMemoryModel:
         if allocations is not None and self.device.kind == "cuda":
             used = allocated + self.device.library_bytes + recorded
             loop = self.loop(allocations)
-            made = arena_of(loop) if arena else made
+            made = arena_of(loop, arena) if arena else made
             reserved = reservation(loop).reserved_bytes
             fragmentation = max(reserved - made.saved_bytes - used, 0)
             without = max(reserved - used, 0) if arena else None

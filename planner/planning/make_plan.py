@@ -9,6 +9,7 @@ import torch
 from planner._torch import pytree
 from planner._torch.distributed import tensor_parallel_ranks
 from planner._torch.inductor.fusion_names import Fusion
+from planner.allocator.arena import THOROUGH_EVENTS
 from planner.capture.captured_step import CapturedStep
 from planner.choices import is_recorded
 from planner.costs.kernel_timer import MeasuredCosts
@@ -95,7 +96,7 @@ def make_plan(
     graph = problem.graph
     timeline = simulate(graph, solution.schedule)
     peak_bytes, step_bytes = timeline.peak_bytes, timeline.step_bytes
-    whole = replace(prepared, problem=problem).whole_step(solution.schedule)
+    whole = replace(prepared, problem=problem).whole_step(solution.schedule, THOROUGH_EVENTS)
     whole = whole.model_copy(update={"host_bytes": problem.host_bytes})
     budget_bytes = budget.bytes
     if budget_bytes is not None and budget.relative:

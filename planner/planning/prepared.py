@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from planner.allocator.arena import MOST_EVENTS
 from planner.capture.capture import record_eagerly
 from planner.capture.captured_step import CapturedStep, CudaKernels
 from planner.costs.devices import Device
@@ -86,14 +87,17 @@ class Prepared:
     def reserving_whole_step(self) -> WholeStep:
         """The unplanned step with segments reserved for it beforehand."""
         eager = self.problem.eager
-        return self._unrecorded.whole_step(eager.peak_bytes, eager.final_bytes, eager.allocations, arena=True)
+        return self._unrecorded.whole_step(
+            eager.peak_bytes, eager.final_bytes, eager.allocations, arena=MOST_EVENTS
+        )
 
-    def whole_step(self, schedule: Schedule) -> WholeStep:
-        """The step by a schedule, with the optimizer's own."""
+    def whole_step(self, schedule: Schedule, arena: int = MOST_EVENTS) -> WholeStep:
+        """The step by a schedule, with the optimizer's own; ``arena`` as of
+        :meth:`planner.costs.step_memory.StepMemoryModel.whole_step`."""
         problem = self.problem
         peak = simulate(problem.graph, schedule).peak_bytes
         allocations = planned_allocations(problem.graph, schedule) if self.device.kind == "cuda" else None
-        return self.footprint.whole_step(peak, problem.final_bytes, allocations, arena=True)
+        return self.footprint.whole_step(peak, problem.final_bytes, allocations, arena=arena)
 
     def changed(self, change: Callable[[torch.nn.Module], object]) -> tuple[EagerTimeline, WholeStep]:
         """The unplanned step of a copy of the model that is changed before, as by checkpoints.

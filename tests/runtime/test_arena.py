@@ -99,7 +99,12 @@ def test_the_large_pool_is_that_of_the_allocator() -> None:
         assert pool.reserved_bytes == reserved([], (), events)
 
 
-def test_a_search_ends_after_so_many_events() -> None:
+@pytest.mark.parametrize(
+    ("most_events", "far", "times"),
+    [(MOST_EVENTS, 0.05, 1), (2 * MOST_EVENTS, 0.05, 1), (2 * MOST_EVENTS, 0.0, 2)],
+    ids=["quick", "thorough, and little is lost", "thorough"],
+)
+def test_a_search_ends_after_so_many_events(most_events: int, far: float, times: int) -> None:
     loop = list(random_loop(random.Random(2), 15_000))
     events = recorded(loop).events
     simulated = 0
@@ -113,9 +118,10 @@ def test_a_search_ends_after_so_many_events() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LargePool, "run", counted)
-        arena = find_arena([], events)
+        patch.setattr("planner.allocator.arena._FAR", far)
+        arena = find_arena([], events, most_events)
     assert arena.saved_bytes > 0
-    assert MOST_EVENTS <= simulated <= MOST_EVENTS + len(events)
+    assert times * MOST_EVENTS <= simulated <= times * MOST_EVENTS + len(events)
 
 
 def test_what_is_never_there_at_once_shares_a_segment() -> None:
