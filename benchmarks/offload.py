@@ -89,7 +89,7 @@ programs of `solvers/programs/lower_bound.py`; empty in rows that are older than
 keep on the host. The last row has the least peaks of both.
 
 At the peak of recomputed blocks the transformers' extra time is at most half of that of recomputing alone,
-but for gpt on the V100, where that is proven to be impossible. Rows that are not here were not made.
+but for gpt on the V100, where that is proven to be impossible.
 
 | model | device | way | peak | by hand | recomputing alone | with offload | at least | on the host |
 |---|---|---|---:|---:|---:|---:|---:|---:|

@@ -107,12 +107,18 @@ def _graphs(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _short_searches() -> Iterator[None]:
-    """Shorten the search part by part, which takes seconds a plan; a file of its own tests it."""
+    """Shorten searches that take seconds a plan: part by part, and for segments to reserve beforehand. Files of
+    their own test them."""
+    from planner.allocator import training_loop
+    from planner.allocator.arena import find_arena
     from solvers.effort import EFFORTS
 
     with pytest.MonkeyPatch.context() as patch:
         fast = EFFORTS["fast"]
         patch.setitem(EFFORTS, "fast", replace(fast, parts_work=min(fast.parts_work, 2_000)))
+        patch.setattr(
+            training_loop, "find_arena", lambda before, loop, _most: find_arena(before, loop, 50_000)
+        )
         yield
 
 
