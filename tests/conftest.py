@@ -107,8 +107,10 @@ def _graphs(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _short_searches() -> Iterator[None]:
-    """Shorten searches that take seconds a plan: part by part, and for segments to reserve beforehand. Files of
-    their own test them."""
+    """Shorten searches that take seconds a plan: part by part, and for segments to reserve beforehand.
+
+    Files of their own test these.
+    """
     from planner.allocator import training_loop
     from planner.allocator.arena import find_arena
     from solvers.effort import EFFORTS
