@@ -1,4 +1,4 @@
-"""What a training loop allocates and frees, in order, and what the caching allocator reserves for it."""
+"""A training loop as allocations and frees in order, and a simulation of the memory reserved for it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,23 +15,25 @@ from planner.allocator.settings import AllocatorSettings
 Integers = NDArray[np.int64]
 
 STEPS = 2
-"""Steps of the loop that are simulated: in the first the optimizer makes its state, the second is like all
-that follow."""
+"""Steps of the loop that are simulated. In the first the optimizer makes its state; all later ones make the
+same requests as the second."""
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
+"""For a second prediction: what the user would gain by ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``."""
 
 
 @dataclass(frozen=True)
 class Allocations:
-    """What a sequence of operations allocates.
+    """The blocks of memory that a sequence of operations allocates. Operations and blocks are numbered from 0.
 
     Attributes:
-        bytes: Of each block that it allocates, in the order of allocation.
-        start, end: During which operation each is allocated, and after which it is freed; an `end` of at
-            least the number of operations: it stays.
-        workspace: For each operation what its kernel allocates and frees inside.
-        names: For each block what made it, to be shown; may be empty.
+        bytes: The size of each block, in the order of allocation.
+        start: The operation that allocates each block.
+        end: The operation after which each block is freed. A block stays if that is no operation of the
+            sequence, but the number of operations or more.
+        workspace: For each operation the bytes that its kernel allocates and frees inside.
+        names: For each block the name of its maker, to be shown; may be empty.
         backward_from: The first operation of the backward.
-        seconds, operations: How long each operation takes, and what it is; may be empty.
+        seconds, operations: The time and the name of each operation, to be shown; may be empty.
     """
 
     bytes: Integers
@@ -45,8 +47,12 @@ class Allocations:
 
     @cached_property
     def order(self) -> list[tuple[int, int]]:
-        """The events as (operation, block): the block's number where it is allocated, ``~number`` where it is
-        freed, and the number of blocks for the operation's workspace."""
+        """The events in order, as pairs of an operation and a code. Each operation first allocates its blocks,
+        then takes its workspace, then blocks are freed.
+
+        The code of a block is its number if it is allocated, and ``~number`` if it is freed. The code of a
+        workspace is the number of blocks.
+        """
         length, count = len(self.workspace), len(self.bytes)
         freed = np.flatnonzero(self.end < length)
         scratch = np.flatnonzero(self.workspace > 0)
@@ -57,7 +63,8 @@ class Allocations:
         return list(zip(step[sorted_].tolist(), block[sorted_].tolist(), strict=True))
 
     def between(self, other: "Allocations", share: float) -> "Allocations":
-        """These at another size: every number of bytes as far on the way to the other's as `share` says."""
+        """The same blocks at another size, by linear interpolation: `share` 0 gives these bytes, 1 the other's,
+        and a share above 1 extrapolates."""
 
         def mixed(one: Integers, two: Integers) -> Integers:
             return np.maximum(np.rint(one + (two - one) * share), 0).astype(np.int64)
@@ -72,14 +79,15 @@ class TrainingLoop:
     """A loop of forward, backward and the optimizer's step.
 
     Attributes:
-        resident: Bytes of the tensors that are there throughout, in the order in which they are made:
+        resident: Bytes of each tensor that is there throughout, in the order in which they are made:
             parameters, buffers, gradients that are added to, inputs.
-        step: Forward and backward. What they leave, gradients and outputs, is freed after the
+        step: Forward and backward. The blocks that they leave, gradients and outputs, are freed after the
             optimizer's step, as ``zero_grad()`` does.
-        libraries: Workspaces of matrix libraries, which stay: for the forward, and for backward.
-        making: The optimizer's first step, which makes its state: what it leaves stays.
-        steady: Its later steps; what they leave is freed when they end.
-        arena: Bytes of segments that are reserved before the first step, ascending.
+        libraries: Bytes of cuBLAS's workspaces. cuBLAS allocates one for each thread that calls it, and
+            keeps it: the first for the thread of the forward, the second for autograd's.
+        making: The optimizer's first step. The blocks that it leaves are its state, and stay.
+        steady: Its later steps. The blocks that they leave are freed when they end.
+        arena: Bytes of each segment that is reserved before the first step, ascending.
     """
 
     resident: tuple[int, ...]
@@ -92,12 +100,12 @@ class TrainingLoop:
 
 @dataclass(frozen=True)
 class Reservation:
-    """What the caching allocator makes of a loop.
+    """The memory that the caching allocator takes for a loop.
 
     Attributes:
         reserved_bytes: The most that it reserves, as ``torch.cuda.max_memory_reserved()`` counts.
-        allocated_bytes: The most that is allocated, workspaces of libraries included; of blocks too small to
-            be split the whole, as ``torch.cuda.max_memory_allocated()`` counts.
+        allocated_bytes: The most that is allocated, workspaces of libraries included, as
+            ``torch.cuda.max_memory_allocated()`` counts: a block that is not split counts whole.
     """
 
     reserved_bytes: int
@@ -105,11 +113,11 @@ class Reservation:
 
 
 def reservation(loop: TrainingLoop, settings: AllocatorSettings | None = None) -> Reservation:
-    """Run a loop through the caching allocator.
+    """Simulate the caching allocator for a loop.
 
     Args:
         loop: The loop.
-        settings: Of the allocator; None for PyTorch's own.
+        settings: The allocator's; None for PyTorch's defaults.
     """
     allocator = CachingAllocator(settings)
     for _ in run(loop, allocator):
@@ -118,7 +126,7 @@ def reservation(loop: TrainingLoop, settings: AllocatorSettings | None = None) -
 
 
 def arena_of(loop: TrainingLoop, most_events: int = MOST_EVENTS) -> Arena:
-    """The segments to reserve before a loop's first step, by the allocator's default settings; see
+    """Find the segments to reserve before a loop's first step, with the allocator's default settings; see
     :func:`planner.allocator.arena.find_arena`."""
     before, after = Recorder(), Recorder()
     for size in loop.resident:
@@ -129,24 +137,24 @@ def arena_of(loop: TrainingLoop, most_events: int = MOST_EVENTS) -> Arena:
 
 
 class Allocator(Protocol):
-    """What a loop runs through."""
+    """An allocator that a loop can run through: a simulated one, or one that only notes the requests."""
 
     def malloc(self, size: int) -> int:
-        """Allocate; the address, or what stands for it."""
+        """Allocate a block; returns its address or number, or 0 if there is no block to free later."""
 
     def free(self, address: int) -> None:
-        """Free what was allocated."""
+        """Free a block, by what :meth:`malloc` returned."""
 
 
 class Moment(NamedTuple):
-    """What the next event of the allocator belongs to.
+    """The place in the loop of the allocator's next event.
 
     Attributes:
         phase: "resident", "arena", "libraries", "forward", "backward", "optimizer" or "zero_grad".
-        what: What makes the block, or frees it.
-        sequence, operation: The operation that runs: the allocations that it is of, and its number in them;
-            None and -1 outside of operations.
-        step: The number of the step.
+        what: The name of the block, to be shown.
+        sequence: The sequence whose operation runs; None outside of operations.
+        operation: The number of that operation in the sequence; -1 outside of operations.
+        step: The number of the step, from 0.
     """
 
     phase: str
@@ -160,7 +168,7 @@ def run(loop: TrainingLoop, allocator: Allocator) -> Iterator[Moment]:
     """Run a loop through an allocator.
 
     Yields:
-        Before every event of the allocator what it belongs to.
+        Before every event of the allocator, its place in the loop.
 
     Raises:
         SimulatedOutOfMemory: The allocator's memory is not enough.
@@ -171,10 +179,11 @@ def run(loop: TrainingLoop, allocator: Allocator) -> Iterator[Moment]:
     for size in loop.arena:
         yield Moment("arena", "reserved beforehand")
         allocator.free(allocator.malloc(size))
+    # The operations from which on a workspace of cuBLAS is there, with its bytes.
     due = list(zip((0, loop.step.backward_from), loop.libraries, strict=False))
     for number in range(STEPS):
         left: list[int] = []
-        for operation, what in _run(loop.step, allocator, left):
+        for operation, what in _run_sequence(loop.step, allocator, left):
             while due and operation >= due[0][0]:
                 yield Moment("libraries", "workspace of a library", loop.step, operation, number)
                 allocator.malloc(due.pop(0)[1])
@@ -183,17 +192,22 @@ def run(loop: TrainingLoop, allocator: Allocator) -> Iterator[Moment]:
         update = loop.making if number == 0 else loop.steady
         if update is not None:
             made: list[int] = []
-            for operation, what in _run(update, allocator, made):
+            for operation, what in _run_sequence(update, allocator, made):
                 yield Moment("optimizer", what, update, operation, number)
-            if number > 0:
+            if number > 0:  # the first step made the state, which stays
                 left += made
         for address in left:
             yield Moment("zero_grad", "gradients and outputs are freed", step=number)
             allocator.free(address)
 
 
-def _run(allocations: Allocations, allocator: Allocator, left: list[int]) -> Iterator[tuple[int, str]]:
-    """Operations one after the other; blocks that they do not free are added to `left`."""
+def _run_sequence(
+    allocations: Allocations, allocator: Allocator, left: list[int]
+) -> Iterator[tuple[int, str]]:
+    """Run operations one after the other; yields before each event the operation and the block's name.
+
+    The addresses of the blocks that stay are added to `left`.
+    """
     sizes, names = allocations.bytes.tolist(), allocations.names
     workspace = allocations.workspace.tolist()
     addresses: list[int] = [0] * len(sizes)
@@ -222,11 +236,11 @@ def step_allocations(
     seconds: Sequence[float] = (),
     operations: Sequence[str] = (),
 ) -> Allocations:
-    """Allocations from blocks in any order; of the same operation the first is allocated first.
+    """Make :class:`Allocations` from blocks in any order. An operation allocates its blocks in that order.
 
     Args:
-        start, end, sizes, names: Of each block, as for :class:`Allocations`.
-        workspace, seconds, operations: Of each operation.
+        start, end, sizes, names: For each block, as in :class:`Allocations`; `sizes` are its `bytes`.
+        workspace, seconds, operations: For each operation.
         backward_from: The first operation of the backward.
     """
     starts, ends, amounts = (np.asarray(a, dtype=np.int64) for a in (start, end, sizes))

@@ -10,7 +10,7 @@ from planner._torch.execution.function_calls import DIFFERENTIATED_TWICE
 from planner._torch.tracing.breaks import graph_breaks
 from planner.capture.on_a_copy import NotWithoutDataError
 from planner.errors import CaptureError
-from planner.hooks.gradients_inside import MEET_OUTSIDE
+from planner.hooks.gradients_inside import CONNECTED_OUTSIDE
 from planner.training_step.copies import described
 from planner.training_step.recorder import Recording
 
@@ -40,7 +40,7 @@ _AS_IT_IS = (
 """The next step where the step does not run under the recorder."""
 
 
-_OF_GRADIENTS_INSIDE = ("double backward", "differentiated Tensor", DIFFERENTIATED_TWICE, MEET_OUTSIDE)
+_OF_GRADIENTS_INSIDE = ("double backward", "differentiated Tensor", DIFFERENTIATED_TWICE, CONNECTED_OUTSIDE)
 """Texts of errors of ``torch.autograd.grad`` inside of a forward that is captured."""
 
 

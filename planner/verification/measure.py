@@ -1,4 +1,4 @@
-"""Measuring a step: its exact peak of memory, and its time."""
+"""Measures a step's exact peak of memory, and the time of several steps."""
 
 import gc
 import statistics
@@ -18,7 +18,7 @@ from planner.errors import PlannerError
 
 
 class MeasurementError(PlannerError):
-    """Memory cannot be measured here and now."""
+    """Memory cannot be measured on this device, or not while a profiler session is open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class MemoryMeasurement:
         peak_bytes: The most at any time.
         final_bytes: The bytes when it returned, its return value included. Negative where it freed more than
             it left.
-        unsplit_bytes: How much more the peak of ``torch.cuda.max_memory_allocated`` is. It counts whole
-            blocks, from which the caching allocator does not always split off the rest (up to 1 MiB each,
-            unless segments are expandable). 0 on the CPU.
+        unsplit_bytes: The difference from ``peak_bytes`` to ``torch.cuda.max_memory_allocated``, which counts
+            whole blocks. A block may be up to 1 MiB larger than the request, as the caching allocator does
+            not split off a smaller rest (unless segments are expandable). 0 on the CPU.
     """
 
     peak_bytes: int
@@ -43,8 +43,9 @@ def measure_peak(step: Callable[[], object], device: torch.device | str) -> Memo
     """Run a step once and measure the memory that it allocates.
 
     The figures are exact and count workspace. They come from the allocator's own events: on the CPU from the
-    profiler, on CUDA from the caching allocator's history, each block rounded up to 512 bytes. Where somebody
-    records that history already, they are ``max_memory_allocated``'s.
+    profiler, on CUDA from the caching allocator's history, each request rounded up to 512 bytes. If that
+    history is being recorded already (``torch.cuda.memory._record_memory_history``), the figures come from
+    PyTorch's counters, such as ``max_memory_allocated``, and count whole blocks.
 
     Args:
         step: The step. Its return value is held until the measurement ends. Run the step once before: first
@@ -52,7 +53,7 @@ def measure_peak(step: Callable[[], object], device: torch.device | str) -> Memo
         device: The device whose memory is measured: ``"cpu"`` or a CUDA device.
 
     Raises:
-        MeasurementError: a profiler session is open (on the CPU), or the device is of another type.
+        MeasurementError: The device is neither, or it is the CPU and a profiler session is open.
     """
     device = torch.device(device)
     gc.collect()  # garbage of earlier steps must not be freed inside this one
@@ -82,13 +83,13 @@ def _peak_on_cuda(step: Callable[[], object], device: torch.device) -> MemoryMea
 def measure_seconds(
     steps: Sequence[Callable[[], object]], repeats: int = 5, *, device: torch.device | str = "cpu"
 ) -> list[float]:
-    """Time steps against each other, interleaved, so that a disturbance affects all of them.
+    """Time steps in turn, round after round, so that a disturbance affects all of them alike.
 
     Args:
         steps: The steps. Each is run once before, untimed.
         repeats: How often each is timed.
-        device: On the CPU the time of this process counts, all threads together; other processes do not
-            disturb it. On CUDA it is wall time, from an idle device to an idle device.
+        device: On the CPU the processor time of all threads of this process counts, which other processes
+            do not disturb. On CUDA it is wall time; the device is idle before each run and after it.
 
     Returns:
         The median seconds of each step.
@@ -103,10 +104,14 @@ def time_steps(
     device: torch.device | str = "cpu",
     before: Callable[[int], object] | None = None,
 ) -> list[list[float]]:
-    """Seconds of every run of each step, as :func:`measure_seconds` takes them.
+    """Time steps as :func:`measure_seconds` does.
 
     Args:
-        before: Called with the number of each round, from 0, before it is timed.
+        steps, repeats, device: As there.
+        before: Called, untimed, before each round with its number, from 0.
+
+    Returns:
+        For each step the seconds of all its runs.
     """
     device = torch.device(device)
     clock = time.perf_counter if device.type == "cuda" else time.process_time
@@ -122,7 +127,7 @@ def time_steps(
             held = step()
             _wait_for(device)
             taken.append(clock() - start)
-            del held
+            del held  # freed after the clock was read
     return seconds
 
 

@@ -1,7 +1,7 @@
-"""Recording a function's work on a GPU as a CUDA graph, and running that again.
+"""Records a function's work on a GPU as a CUDA graph, and runs the recording again.
 
-What is recorded reads and writes the addresses that it was recorded with. All that it allocates lies in a
-pool that nothing else allocates from, so these addresses stay its own for as long as the graph is there.
+A recording reads and writes the addresses at which its tensors lay when it was made. It allocates from a pool
+that nothing else allocates from, so these addresses stay its own as long as the CUDA graph exists.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,34 +10,36 @@ from typing import Any, Protocol
 import torch
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
+"""A function that takes one list, its arguments, and empties it, so that it can free them while it runs."""
 
 
 class Recorder(Protocol):
-    """Records functions that run one after the other, in the order in which they were recorded."""
+    """Records functions whose recordings run one after the other, in the order in which they were made."""
 
     def where(self) -> object:
-        """The device and the stream that work goes to now."""
+        """The current device and stream, to be compared with those at another time."""
 
     def is_recording(self) -> bool:
-        """Whether somebody records what is done now."""
+        """Whether a CUDA graph is being captured on the current stream, by this recorder or by anybody."""
 
     def record(self, function: BoxedFunction, args: list[Any]) -> tuple[list[Any], Callable[[], None]]:
         """Record a function without running it.
 
         Args:
-            function: Takes a list of arguments, which it empties.
-            args: They are read where they lie now, whenever the recording runs.
+            function: The function.
+            args: Its arguments. Every run of the recording reads them at their present addresses.
 
         Returns:
-            The results, without values yet, and what runs the recording: it writes them.
+            The results, whose memory holds no values yet, and a function that runs the recording, which
+            writes the values.
         """
 
 
 class CudaRecorder:
-    """A :class:`Recorder` by CUDA graphs of one pool.
+    """A :class:`Recorder` that makes CUDA graphs, all with one pool.
 
-    Random operators draw from the device's default generator, which PyTorch registers with every graph: each
-    run of the recording takes the numbers that eager would, and moves it as far.
+    Random operators draw from the device's default generator, which PyTorch registers with every CUDA graph:
+    each run of a recording draws the numbers that eager would draw, and leaves the generator as eager would.
 
     Args:
         device: The GPU.
@@ -46,7 +48,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = torch.cuda.graph_pool_handle()
-        # The pool gives blocks that were freed to the stream alone that they were made on.
+        # One stream for all recordings: a freed block of the pool is reused only on the stream it was made on.
         self._stream = torch.cuda.Stream(device)
 
     def where(self) -> object:
@@ -57,19 +59,20 @@ class CudaRecorder:
 
     def record(self, function: BoxedFunction, args: list[Any]) -> tuple[list[Any], Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
-        # Autograd records a backward in a thread of its own, and other threads may go on meanwhile.
+        # By default CUDA calls of any thread, as ``cudaMalloc``, end a recording: here only those of its own.
+        # Autograd's thread records the backward, and other threads of the program may go on meanwhile.
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             results = list(function(args))
         return results, graph.replay
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
-    """What records on a device; None where nothing can."""
+    """A recorder for a device; None if it is no GPU."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
 def at_same_address(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that lies where another does, and does not hold its memory."""
+    """A tensor at the address of another, which does not keep that memory alive: the caller's pool must."""
     held = tensor.untyped_storage()
     storage = torch._C._construct_storage_from_data_pointer(held.data_ptr(), tensor.device, held.nbytes())
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -77,5 +80,5 @@ def at_same_address(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def holders(tensor: torch.Tensor) -> int:
-    """How many hold the memory of a tensor: to be compared with an earlier count."""
+    """The count of references to a tensor's storage, to be compared with an earlier count."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

@@ -1,9 +1,11 @@
-"""On the CPU, the numbers that ``bernoulli_`` draws, in less time.
+"""The numbers that ``bernoulli_`` draws on the CPU, in less time.
 
-It draws 64 bits an element from the Mersenne Twister, makes of the lower 53 a double from 0 to 1, and
-compares that with the probability (ATen's ``DistributionsHelper.h``). Compared as an integer, these 53 bits
-give the same without a conversion. That this holds is tried once a process, with generators of its own; where
-it does not, ``bernoulli_`` is called.
+For each element it draws 64 bits from the Mersenne Twister, makes a double from 0 to 1 of the lower 53, and
+compares that with the probability (ATen's ``DistributionsHelper.h``, ``TransformationHelper.h``). Here the 53
+bits are compared as an integer: the same answers without a conversion.
+
+Some builds of PyTorch draw with MKL's generator instead (pytorch/pytorch#132395). So each process tries once
+whether the numbers are the same, with generators of its own; if not, ``bernoulli_`` is called.
 """
 
 import functools
@@ -16,11 +18,12 @@ import torch
 from planner._torch import fake
 
 _BITS = 53
-"""Of a double's fraction."""
+"""Bits of a double's significand, which the comparison is made with."""
 _CHUNKS = 1 << 14, 1 << 16
-"""Elements that are drawn at once, at least and at most: their numbers stay in a core's cache."""
+"""The fewest and the most elements that are drawn at once: their 64-bit numbers stay in a core's cache."""
 _WORTH_IT = 8 * _CHUNKS[0]
-"""Elements from which on it saves time. The scratch takes no more bytes than the mask."""
+"""Fewer elements are left to PyTorch. From here on the scratch, 8 bytes an element of a chunk, takes no more
+bytes than the mask, 1 byte an element."""
 _BERNOULLI = torch.ops.aten.bernoulli_.float
 
 
@@ -39,14 +42,14 @@ def draw(mask: torch.Tensor, probability: float) -> torch.Tensor:
 
 
 def bernoulli_(noise: torch.Tensor, probability: float = 0.5, **generator: Any) -> torch.Tensor:
-    """What ``noise.bernoulli_(probability)`` does, of floats; below autograd, as a dispatch mode calls it.
+    """Fill a tensor of floats as ``noise.bernoulli_(probability)`` does; called below autograd, by a mode.
 
-    It allocates nothing: what is drawn lies in the part of the noise that is not written yet.
+    It allocates nothing: numbers are drawn into the end of the noise, which is not written yet.
 
     Args:
         noise: Of any shape, type and device.
         probability: That an element is one and not zero, from 0 to 1.
-        generator: To draw from, by this name; the default one where it is left out.
+        generator: ``generator=``, to be passed on; without it PyTorch's default generator draws.
     """
     plain = generator or not _is_large(noise) or not 0 <= probability <= 1
     if plain or torch._C._len_torch_dispatch_stack() or not are_bernoullis():
@@ -55,7 +58,7 @@ def bernoulli_(noise: torch.Tensor, probability: float = 0.5, **generator: Any) 
     flat, count, size = noise.view(-1), noise.numel(), noise.element_size()
     done, chunk = 0, _CHUNKS[1]
     while chunk >= _CHUNKS[0] // 2:
-        # Each takes eight bytes as a number and one as a boolean, the numbers first, at whole words.
+        # The scratch: for each element of the chunk an int64, aligned to 8 bytes, then for each a boolean.
         begin = (count - 9 * chunk // size) // 8 * 8
         if begin < done + chunk:
             chunk //= 2
@@ -98,14 +101,14 @@ def _draw_chunk(
 
 @functools.lru_cache(maxsize=1024)
 def _number(value: int) -> torch.Tensor:
-    """A number in NumPy's memory: PyTorch would make a tensor of it with each call."""
+    """An integer as a tensor in NumPy's memory: of a Python number PyTorch would allocate one each call."""
     with fake.without_modes():
         return torch.from_numpy(np.array(value))
 
 
 @functools.cache
 def are_bernoullis() -> bool:
-    """Whether this build of PyTorch draws so."""
+    """Whether this build of PyTorch draws as the module's docstring says."""
     with fake.without_modes():
         for seed, probability in enumerate((0.1, 0.5, 0.9, 1 - 1e-9)):
             ours, theirs = (torch.Generator("cpu").manual_seed(seed) for _ in range(2))
@@ -121,4 +124,5 @@ def are_bernoullis() -> bool:
 
 
 FASTER: dict[Any, Any] = {_BERNOULLI: bernoulli_}
-"""What a dispatch mode calls in the place of an operator: the same bits and states, and nothing allocated."""
+"""By operator: the function that a dispatch mode calls instead. It gives the same bits, leaves the generator
+in the same state, and allocates nothing."""

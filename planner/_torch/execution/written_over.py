@@ -1,8 +1,9 @@
-"""Results of the backward that are written over what their node has asked autograd for.
+"""Operators of the backward that write their result over a saved tensor, instead of allocating it.
 
-The formulas of autograd allocate their results. Where nobody reads a saved tensor behind the node that asks
-for it, the memory of that tensor serves as well: the bits are the same, and less is allocated. A node that is
-handed a :class:`WrittenOver` calls its operator as ever, and the class calls the one that writes there.
+A node of autograd calls an operator on the gradient and a tensor that it saved, which allocates the result. If
+nothing reads the saved tensor afterwards, its memory can hold the result: the bits are the same, and less is
+allocated. The node gets the saved tensor as a :class:`WrittenOver`, whose ``__torch_dispatch__`` calls the
+operator's ``out=`` overload.
 """
 
 import functools
@@ -16,7 +17,7 @@ from planner._torch import fake, operators, pytree
 
 aten = torch.ops.aten
 
-_OVER = {
+_OUT_OVERLOADS = {
     operator: (writing, operators.last_argument(writing))
     for operator, writing in (
         (aten._log_softmax_backward_data.default, aten._log_softmax_backward_data.out),
@@ -29,32 +30,37 @@ _OVER = {
         (aten.mul.Tensor, aten.mul.out),
     )
 }
-"""Operators on a gradient and what was saved that may write over the latter; and the operators by which they
-do, with the argument that is written. They compute each element of the same element of both; of a softmax the
-CPU's kernels add up a row before."""
+"""By operator: its ``out=`` overload, and the name of the argument that this one writes.
+
+The arguments begin with a gradient and a saved tensor. Writing over the latter is safe, as the CPU's kernels
+compute each element from the same element of both. Those of softmax also need a sum over the row, and have it
+before they write the row (``aten/src/ATen/native/cpu/SoftMaxKernel.cpp``)."""
 _VMAP = torch._C._dispatch_key_parse("VmapMode")
 
 
 def is_held_alone(tensor: torch.Tensor, beside: int = 0) -> bool:
-    """Whether a tensor, or the one that it is a view of, and so many others are all that holds its memory."""
+    """Whether nothing holds a tensor's memory but the tensor, its base if it is a view, and `beside` others."""
     return _holders(tensor) - tensor._is_view() - beside <= _holders_of_one()
 
 
 def _holders(tensor: torch.Tensor) -> int:
+    """References to a tensor's storage, those that this count itself takes included."""
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)  # some hold that alone
+    # C++ counts the tensors, Python the variables that hold the storage and no tensor.
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
 @functools.cache
 def _holders_of_one() -> int:
-    """What is counted of a tensor that nothing else shares memory with: versions of PyTorch may differ."""
+    """The count for a tensor that shares its memory with nothing: versions of PyTorch may differ."""
     with fake.without_modes():
         return _holders(torch.empty(1))
 
 
 def operators_run_once() -> bool:
-    """Whether each operator that is called runs once: under dispatch modes it runs as often as they like, for
-    a batch of gradients once for each."""
+    """Whether an operator that a node calls runs once. A dispatch mode may run it several times, and ``vmap``
+    runs it for each gradient of a batch (``is_grads_batched=True``): the second run would read the result of
+    the first."""
     return not (
         torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -63,9 +69,9 @@ def operators_run_once() -> bool:
 
 
 def can_write_over(operator: Any, args: Sequence[Any]) -> bool:
-    """Whether an operator can write its result over its second argument: that is of the result's form, and
-    fills its memory."""
-    if operator not in _OVER or not (isinstance(args[0], torch.Tensor) and isinstance(args[1], torch.Tensor)):
+    """Whether an operator can write its result over its second argument: an argument that has the result's
+    shape, strides and type, and fills its storage."""
+    if operator not in _OUT_OVERLOADS or not (isinstance(args[0], torch.Tensor) and isinstance(args[1], torch.Tensor)):
         return False
     gradient, saved = args[:2]
     dtype = saved.dtype
@@ -73,7 +79,7 @@ def can_write_over(operator: Any, args: Sequence[Any]) -> bool:
         saved.is_cpu
         and dtype.is_floating_point
         and gradient.dtype is dtype
-        and all(one is dtype for one in args[3:])
+        and all(one is dtype for one in args[3:])  # ``input_dtype`` of a softmax
         and saved.shape == gradient.shape
         and saved.layout is gradient.layout is torch.strided
         and saved.is_contiguous()
@@ -83,11 +89,12 @@ def can_write_over(operator: Any, args: Sequence[Any]) -> bool:
 
 
 class WrittenOver(torch.Tensor):
-    """A saved tensor as a node gets it, over which the operator that reads it writes its result.
+    """A saved tensor as a node gets it. The operator that reads it writes its result over it.
 
     Attributes:
         saved: The tensor itself.
-        may_write: Asked right before that: whether nobody else holds it by then.
+        may_write: Called right before the operator runs: whether nothing else holds the memory by then. If
+            not, the result is allocated as usual.
     """
 
     saved: torch.Tensor
@@ -96,7 +103,7 @@ class WrittenOver(torch.Tensor):
 
     @classmethod
     def of(cls, saved: torch.Tensor, may_write: Callable[[], bool]) -> "WrittenOver":
-        """What a node gets."""
+        """Wrap a saved tensor for a node."""
         made = saved.as_subclass(cls)
         made.saved, made.may_write = saved, may_write
         return made
@@ -105,14 +112,15 @@ class WrittenOver(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is aten.detach.default:  # autograd makes it a result of the node's
+        if func is aten.detach.default:  # ``SavedVariable::unpack`` does, before the node gets the tensor
             return cls.of(args[0].saved, args[0].may_write)
-        over = _OVER.get(func)
+        over = _OUT_OVERLOADS.get(func)
         if over is not None and type(args[1]) is cls:
             saved: Any = args[1].saved
             plain = (args[0], saved, *args[2:])
             if can_write_over(func, plain) and args[1].may_write():
-                result = saved.new_empty(0).set_(saved.untyped_storage(), 0, saved.shape)  # of new strides
+                # With the strides of a new result: the saved tensor may have others at dimensions of size 1.
+                result = saved.new_empty(0).set_(saved.untyped_storage(), 0, saved.shape)
                 writing, written = over
                 return writing(*plain, **(kwargs or {}), **{written: result})
         plain, named = pytree.tree_map(lambda a: a.saved if type(a) is cls else a, (args, kwargs or {}))

@@ -1,8 +1,9 @@
-"""Calls of PyTorch's functions by name, where users may have put wrappers under these names.
+"""Users' wrappers under the names of PyTorch's functions (``F.relu = wrapped``): each call runs one once.
 
-Dynamo takes any function that it finds under such a name (``F.relu``) for PyTorch's, and does not look
-inside. The code of its graphs calls functions and methods by name, and PyTorch's functions that are called
-under a mode call themselves by name: a wrapper would run twice.
+Two faults of Dynamo are mended here. It takes any function that it finds under such a name for PyTorch's, and
+does not trace into it (``torch/_dynamo/trace_rules.py``). Where it did trace into a wrapper, the graph holds
+PyTorch's own function, but torch.fx writes code that calls it by name, and so the wrapper again. Functions
+with ``handle_torch_function`` do the same under a mode: they call themselves by name.
 """
 
 import functools
@@ -23,23 +24,23 @@ def look_inside_wrappers(rules: dict[Any, Any]) -> None:
     """Have Dynamo trace into users' functions that it found under PyTorch's names.
 
     Args:
-        rules: Dynamo's, by the function. Changed in place.
+        rules: Dynamo's rules by function; those for users' functions are deleted.
     """
     for function in [f for f in rules if isinstance(f, FunctionType) and not is_of_pytorch(f.__code__)]:
         del rules[function]
 
 
 def call_what_was_captured(graph: GraphModule) -> None:
-    """Let a Dynamo graph call the very functions that it was captured with, whatever has their names now.
+    """Make a Dynamo graph call the very functions that it was captured with, not those of the same names.
 
-    To be called by the backend that Dynamo hands the graph to.
+    A backend calls it first, with the graph that Dynamo hands over.
     """
     for part in graph.modules():
         if not isinstance(part, GraphModule):
             continue
         changed = False
         for node in part.graph.nodes:
-            original = _hidden(node)
+            original = _replaced_function(node)
             if original is not None:
                 node.op, node.target = "call_function", _by_object(original)
                 changed = True
@@ -47,8 +48,8 @@ def call_what_was_captured(graph: GraphModule) -> None:
             part.recompile()
 
 
-def _hidden(node: Node) -> Any | None:
-    """The function that a node should call, where its name now stands for another one."""
+def _replaced_function(node: Node) -> Any | None:
+    """The function that a node was captured with, if its name now stands for another; else None."""
     if node.op == "call_method":
         name = str(node.target)
         return getattr(torch._C.TensorBase, name, None) if _is_replaced(name) else None
@@ -57,7 +58,7 @@ def _hidden(node: Node) -> Any | None:
         return None
     try:
         name = _get_qualified_name(target)
-    except RuntimeError:  # its name stands for something else where it is looked for
+    except RuntimeError:  # PyTorch found another function under that name
         return target
     first, *path = name.split(".")
     if first != "torch":
@@ -76,9 +77,9 @@ def _is_replaced(method: str) -> bool:
 
 @functools.cache
 def _by_object(function: Any) -> Callable[..., Any]:
-    """A copy of a function that torch.fx does not take for PyTorch's, and so calls as an object."""
+    """A function that calls another one. It is not PyTorch's, so torch.fx calls the object, not a name."""
     if isinstance(function, FunctionType):
-        function = _knowing_itself(function)
+        function = _calling_itself(function)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -87,8 +88,8 @@ def _by_object(function: Any) -> Callable[..., Any]:
     return call
 
 
-def _knowing_itself(function: FunctionType) -> FunctionType:
-    """A copy of a function to which its own name means itself."""
+def _calling_itself(function: FunctionType) -> FunctionType:
+    """A copy of a function in whose global variables its own name is the copy, not a user's wrapper."""
     names = dict(function.__globals__)
     copy = FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__

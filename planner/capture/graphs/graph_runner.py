@@ -38,7 +38,7 @@ from planner.graph.spec import GraphSpec
 from planner.graph.tangent_layouts import TangentLayouts
 from planner.graph.trace import TracedGraph, trace_joint
 from planner.hooks.autocast_cast_cache import AutocastCastCache
-from planner.hooks.gradients_inside import MEET_OUTSIDE, differentiated_inputs, meet_outside
+from planner.hooks.gradients_inside import CONNECTED_OUTSIDE, differentiated_inputs, may_be_connected_outside
 from planner.hooks.unused_outputs import UnusedOutputs
 from planner.hooks.written_in_place import WrittenInPlace
 from planner.lowering.lowerings import Lowering
@@ -164,8 +164,8 @@ class GraphRunner:
     def __call__(self, *args: Any) -> Any:
         if saved_tensors_are_changed():
             return tuple(self._run_as_written(*args))
-        if meet_outside(args, self._differentiated):
-            raise RuntimeError(MEET_OUTSIDE)
+        if may_be_connected_outside(args, self._differentiated):
+            raise RuntimeError(CONNECTED_OUTSIDE)
         if self._compiled is not None:
             compiled = self._variants.get(self._calls, self)._compiled
             self._calls += 1
