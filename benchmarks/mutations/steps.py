@@ -121,7 +121,7 @@ STEPS = [
         (
             Change(
                 "planner/training_step/step.py",
-                "            outputs += [t for t in self.left() if id(t) not in known]\n",
+                "            outputs += [t for t in self.module_losses() if id(t) not in known]\n",
                 "",
             ),
         ),

@@ -1,4 +1,4 @@
-"""A step that is captured and costed, ready to be solved for any number of budgets."""
+"""The result of :func:`planner.planning.prepare.prepare`: a step captured, with its costs and its problem."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -42,29 +42,33 @@ class Prepared:
     captured: CapturedStep
     problem: Problem
     footprint: StepMemoryModel
+    """The memory around forward and backward: all that no schedule changes."""
     meter: WorkspaceMeter | None
+    """Measures the workspace of operations; None if the device is not at hand."""
     costs: Costs
+    """The source of the seconds of operations."""
     seconds: float
+    """Wall time that capturing the step and building the problem took."""
     options: PlanOptions
     packings: tuple[Packing, ...]
     """The masks that can be kept as bits; with ``offload`` the results that can be kept on the host."""
     state_digest: str
-    """Of the model as it was, see :func:`planner.planfile.fingerprint.state_digest`."""
+    """Digest of the model before planning, see :func:`planner.planfile.fingerprint.state_digest`."""
     cuda: CudaKernels | None
-    """What CUDA does where the CPU would do something else; None where the device is at hand."""
+    """The behaviour of a GPU that is planned for on another machine; None if the device is at hand."""
     regions: tuple[str, ...] = ()
     """Names of the submodules that are graphs of their own."""
     rank: Rank | None = None
-    """What the step is one of several ranks'; None for a single process."""
+    """The rank that runs the step, of several; None for a single process."""
     as_run_bytes: int | None = None
-    """What the step allocates as the user runs it, with checkpoints that the plan goes in the place of;
-    percentages are of these. None where there are none."""
+    """Bytes that the step allocates with the user's own checkpoints, which the plan replaces. Budgets in
+    percent are of these; None if there are no such checkpoints."""
     emitted_models: "dict[Any, EmittedStepModel]" = field(default_factory=dict, compare=False)
-    """What says what schedules take under Inductor, by its options: each is lowered once for all budgets."""
+    """By Inductor's options: the model that predicts the memory of a schedule. One serves all budgets."""
 
     @property
     def resident(self) -> Resident:
-        """Bytes that are there throughout."""
+        """Bytes that are there throughout the step."""
         return self.footprint.resident
 
     @property
@@ -74,25 +78,25 @@ class Prepared:
 
     @property
     def _unrecorded(self) -> StepMemoryModel:
-        """The memory around the unplanned step."""
+        """The memory around the unplanned step, which runs as no recorded CUDA graph."""
         return replace(self.footprint, recorded_bytes=None)
 
     @cached_property
     def baseline_whole_step(self) -> WholeStep:
-        """The unplanned step with the optimizer's own."""
+        """The unplanned step, then the optimizer's."""
         eager = self.problem.eager
         return self._unrecorded.whole_step(eager.peak_bytes, eager.final_bytes, eager.allocations)
 
     @cached_property
     def reserving_whole_step(self) -> WholeStep:
-        """The unplanned step with segments reserved for it beforehand."""
+        """The same, with the best arena of segments that could be reserved for it beforehand."""
         eager = self.problem.eager
         return self._unrecorded.whole_step(
             eager.peak_bytes, eager.final_bytes, eager.allocations, arena=MOST_EVENTS
         )
 
     def whole_step(self, schedule: Schedule, arena: int = MOST_EVENTS) -> WholeStep:
-        """The step by a schedule, with the optimizer's own; ``arena`` as of
+        """The step by a schedule, then the optimizer's; ``arena`` as for
         :meth:`planner.costs.step_memory.StepMemoryModel.whole_step`."""
         problem = self.problem
         peak = simulate(problem.graph, schedule).peak_bytes
@@ -100,10 +104,13 @@ class Prepared:
         return self.footprint.whole_step(peak, problem.final_bytes, allocations, arena=arena)
 
     def changed(self, change: Callable[[torch.nn.Module], object]) -> tuple[EagerTimeline, WholeStep]:
-        """The unplanned step of a copy of the model that is changed before, as by checkpoints.
+        """Record the unplanned step of a changed copy of the model.
+
+        Args:
+            change: Changes the copy, as by placing checkpoints.
 
         Raises:
-            CaptureError: It cannot be run so.
+            CaptureError: The changed copy cannot be run.
         """
         options = self.options
         recording = record_eagerly(
@@ -113,7 +120,8 @@ class Prepared:
         return line, self._unrecorded.whole_step(line.peak_bytes, line.final_bytes, line.allocations)
 
     def budget(self, value: int | str) -> Budget:
-        """Read a budget; percentages are of the unplanned step's allocated bytes, and bound allocated bytes.
+        """Read a budget. One in percent is of the bytes that the step allocates now, and bounds allocated
+        bytes; the result also counts what the device holds beside these.
 
         Raises:
             BudgetError: The budget cannot be read.

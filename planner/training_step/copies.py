@@ -100,8 +100,8 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
     hooks = put_hooks_on_copies(module, copied, fake, notes)
     pairs = [] if step.loss is None else _paired(module, step, copied, (args, kwargs))
     loss = _on_copies(step.loss, module, copied, pairs)
-    left = step.left_in(copied)
-    copied_step = replace(step, args=tuple(args), kwargs=kwargs, loss=loss, left=left)
+    losses = step.module_losses_of(copied)
+    copied_step = replace(step, args=tuple(args), kwargs=kwargs, loss=loss, module_losses=losses)
     return StepCopy(
         copied,
         copied_step,
@@ -152,8 +152,8 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
     versions = {id(mine): writes(mine) for _, mine in pairs}
     buffers = {id(buffer) for buffer in copied.buffers()}
     loss = _on_copies(step.loss, module, copied, pairs)
-    left = step.left_in(copied)
-    copied_step = replace(step, args=tuple(args), kwargs=kwargs, loss=loss, left=left)
+    losses = step.module_losses_of(copied)
+    copied_step = replace(step, args=tuple(args), kwargs=kwargs, loss=loss, module_losses=losses)
     return StepCopy(
         copied,
         copied_step,

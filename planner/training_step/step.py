@@ -1,4 +1,4 @@
-"""One training step, run the same way wherever it runs: on fake tensors, unplanned, or planned."""
+"""One training step, which runs the same way on fake tensors, unplanned, and planned."""
 
 import weakref
 from collections import OrderedDict
@@ -47,7 +47,7 @@ def checked_outputs(outputs: str) -> Outputs:
 
 @dataclass(frozen=True)
 class Step:
-    """The arguments of a training step and how its loss is found.
+    """The arguments of a training step, and the way to its loss.
 
     Attributes:
         args: Positional arguments of the module.
@@ -55,10 +55,11 @@ class Step:
         loss: Makes a scalar of the module's output; None to find it (see :func:`find_loss`).
         outputs: Whether the module's outputs are held while backward runs.
         training: True for training mode, False for evaluation mode, None for the module's own mode.
-        in_flight: Micro-batches of a pipeline whose forward has run when the first backward begins. Their
-            outputs are held until their backward has run, unless the pipeline lets go of them before. None
-            where the module is no stage of a pipeline.
-        left: The losses that the forward leaves in the module, where the loss is computed outside of it.
+        in_flight: The number of micro-batches of a pipeline whose forward has run when the first backward
+            begins. Their outputs are held until their backward has run, unless the pipeline lets go of them
+            before. None if the module is no stage of a pipeline.
+        module_losses: Finds the losses that the forward leaves in attributes; None if `loss` is given, which
+            then counts alone.
     """
 
     args: tuple[Any, ...] = ()
@@ -67,7 +68,7 @@ class Step:
     outputs: Outputs = "held"
     training: bool | None = None
     in_flight: int | None = None
-    left: "LeftInModule | None" = None
+    module_losses: "ModuleLosses | None" = None
 
     @classmethod
     def of(
@@ -78,12 +79,13 @@ class Step:
         loss: Loss | None,
         outputs: Outputs,
     ) -> "Step":
-        """The step of a module, whose own losses count where no loss is given."""
-        return cls(args, kwargs, loss, outputs, left=None if loss is not None else LeftInModule(module))
+        """The step of a module. If no loss is given, the losses in the module's attributes count."""
+        found = ModuleLosses(module) if loss is None else None
+        return cls(args, kwargs, loss, outputs, module_losses=found)
 
-    def left_in(self, module: torch.nn.Module) -> "LeftInModule | None":
-        """``left`` for a copy of the module."""
-        return None if self.left is None else LeftInModule(module)
+    def module_losses_of(self, module: torch.nn.Module) -> "ModuleLosses | None":
+        """``module_losses`` for a copy of the module."""
+        return None if self.module_losses is None else ModuleLosses(module)
 
     def in_mode(self, module: torch.nn.Module) -> bool:
         """Whether the step runs in training mode."""
@@ -91,10 +93,8 @@ class Step:
 
     @property
     def lets_go_of_outputs(self) -> bool:
-        """Whether a pipeline lets go of outputs once its next stage has received them.
-
-        It receives their gradients when their backward begins.
-        """
+        """Whether a pipeline frees a stage's outputs once the next stage has received them, and allocates
+        their gradients only when it receives these, at the beginning of their backward."""
         return self.in_flight is not None and self.outputs == "dropped" and pipelines_free_early()
 
     def run(
@@ -103,20 +103,21 @@ class Step:
         arriving: Callable[[], AbstractContextManager[object]] = nullcontext,
         sent: Callable[[Sequence[torch.Tensor]], object] = lambda outputs: None,
     ) -> tuple[Any, torch.Tensor | None]:
-        """Forward and backward.
+        """Run forward and backward.
 
         Args:
             module: The module.
-            arriving: A context in which the gradients are made that the next stage of a pipeline sends.
-            sent: Called with the outputs that the next stage is sent, before they are let go of.
+            arriving: Opened around making the gradients that the next stage of a pipeline would send.
+            sent: Called with the outputs that the next stage is sent, before a pipeline frees them.
 
         Returns:
-            The output and the loss. The output is the module's where it is held. Else it is the tensors that
-            were differentiated; where a pipeline let go of these, tensors of the same form. The loss is None
-            where the outputs themselves were differentiated, with gradients of ones.
+            The output and the loss. If the step's outputs are held, the output is the module's. If they are
+            dropped, it is the loss; without a loss the tensors that were differentiated, or empty tensors of
+            their shapes where a pipeline freed them. The loss is None if the outputs themselves were
+            differentiated, with gradients of ones.
         """
         # By weak references: a loss that the forward replaces is freed then.
-        earlier = [weakref.ref(t) for t in self.left()] if self.left is not None else []
+        earlier = [weakref.ref(t) for t in self.module_losses()] if self.module_losses is not None else []
         output = module(*self.args, **self.kwargs)
         if isinstance(output, Generator):
             raise CaptureError(
@@ -148,16 +149,16 @@ class Step:
                 loss.backward()
             return output, loss
         outputs = differentiable_outputs(output)
-        if self.left is not None and self.in_flight is None:
+        if self.module_losses is not None and self.in_flight is None:
             known = {id(t) for t in (*outputs, *(reference() for reference in earlier))}
-            outputs += [t for t in self.left() if id(t) not in known]
+            outputs += [t for t in self.module_losses() if id(t) not in known]
         if not outputs:
             raise CaptureError(f"nothing to differentiate: {self._why_nothing(module, output)}")
         if self.lets_go_of_outputs:
-            with arriving():
+            with arriving():  # stand-ins, which the caller holds in place of the outputs
                 output = [torch.empty_like(o, requires_grad=True) for o in outputs]
             sent(outputs)
-            edges = [get_gradient_edge(o) for o in outputs]
+            edges = [get_gradient_edge(o) for o in outputs]  # the backward needs these, not the outputs
             del outputs
             gradients = [torch.ones_like(o) for o in output]
             with without_autocast():
@@ -172,13 +173,13 @@ class Step:
         return output, None
 
     def _why_nothing(self, module: torch.nn.Module, output: Any) -> str:
-        """Why nothing that a module returned can be differentiated."""
+        """The reason why no tensor that a module returned can be differentiated."""
         if not tensors_in(output):
             returned = "None" if output is None else f"a {type(output).__name__} without a tensor"
             return (
                 f"the module returned {returned}: return the loss, or the tensors that loss= computes it of"
             )
-        of = module if self.left is None else self.left.module
+        of = module if self.module_losses is None else self.module_losses.module
         if not differentiates(of, self.args, self.kwargs):
             return "no parameter of the module requires a gradient, and no input: see requires_grad_()"
         return (
@@ -187,15 +188,17 @@ class Step:
         )
 
 
-_NOTHING = frozenset({type(None), bool, int, float, str, torch.nn.Parameter})
-_MAY_BE_EMPTY = frozenset({dict, OrderedDict, list, tuple})
+_NO_LOSS = frozenset({type(None), bool, int, float, str, torch.nn.Parameter})
+"""Types of attributes that are no loss and hold none."""
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
+"""Types of attributes that hold none if they are empty."""
 
 
-class LeftInModule:
-    """The scalar losses that a forward leaves in attributes of its module.
+class ModuleLosses:
+    """Finds the scalar losses that a forward leaves in attributes of its module.
 
-    Losses that balance experts, or that quantisers have for their codes, are left there. Training loops add
-    them to a loss that they compute of the module's output.
+    Mixtures of experts leave their balancing losses there, and quantisers those of their codes. Training
+    loops add them to the loss that they compute from the module's output.
 
     Attributes:
         module: The module.
@@ -209,27 +212,27 @@ class LeftInModule:
         found: dict[int, torch.Tensor] = {}
         seen: set[int] = set()
         parts = parts_of(self.module)
-        # Nearly all values in modules are switches, parameters, modules, or empty dictionaries for hooks.
-        nothing = _NOTHING.union(map(type, parts))
+        # For speed: nearly all values in modules are switches, parameters, modules, or empty dictionaries.
+        no_loss = _NO_LOSS.union(map(type, parts))
 
-        def worth_a_look(values: Iterable[Any]) -> list[Any]:
-            some = [v for v in values if type(v) not in nothing and (type(v) not in _MAY_BE_EMPTY or v)]
-            return [v for v in some if type(v) is not dict or not nothing.issuperset(map(type, v.values()))]
+        def may_hold_losses(values: Iterable[Any]) -> list[Any]:
+            some = [v for v in values if type(v) not in no_loss and (type(v) not in _CONTAINERS or v)]
+            return [v for v in some if type(v) is not dict or not no_loss.issuperset(map(type, v.values()))]
 
-        pending = [value for part in parts for value in worth_a_look(vars(part).values())][::-1]
-        while pending:
+        pending = [value for part in parts for value in may_hold_losses(vars(part).values())][::-1]
+        while pending:  # a stack, reversed: losses are found in the order of the attributes
             held = pending.pop()
             if isinstance(held, torch.Tensor):
                 if held.grad_fn is not None and held.numel() == 1:
                     found[identity(held)] = held
             elif isinstance(held, dict | list | tuple) and identity(held) not in seen:
                 seen.add(identity(held))
-                pending += worth_a_look(_members(held))[::-1]
+                pending += may_hold_losses(_members(held))[::-1]
         return list(found.values())
 
 
 def _members(held: Any) -> Iterable[Any]:
-    """The values in a dictionary, list or tuple, even where a subclass iterates over others."""
+    """The values in a dictionary, list or tuple, even if its class iterates over others."""
     if isinstance(held, dict):
         return dict.values(held)
     return list.__iter__(held) if isinstance(held, list) else tuple.__iter__(held)

@@ -98,7 +98,9 @@ def _copied(model: torch.nn.Module, step: Step) -> tuple[Any, Step]:
     copied = copied_module(model)
     copied.zero_grad(set_to_none=True)
     parts = dict(zip(model.modules(), copied.modules(), strict=False))
-    return copied, replace(step, loss=referring_to(step.loss, parts), left=step.left_in(copied))
+    return copied, replace(
+        step, loss=referring_to(step.loss, parts), module_losses=step.module_losses_of(copied)
+    )
 
 
 def _double(tree: Any) -> Any:

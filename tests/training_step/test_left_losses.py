@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 import planner
-from planner.training_step.step import LeftInModule
+from planner.training_step.step import ModuleLosses
 from planner.verification.measure import measure_peak
 
 WIDTH = 32
@@ -136,4 +136,4 @@ def test_containers_may_hold_each_other() -> None:
     around["itself"] = [around]
     first.around = around  # type: ignore[assignment]
     net(x)
-    assert LeftInModule(net)() == [part.balance for part in net if isinstance(part, Experts)]
+    assert ModuleLosses(net)() == [part.balance for part in net if isinstance(part, Experts)]

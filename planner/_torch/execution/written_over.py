@@ -71,7 +71,9 @@ def operators_run_once() -> bool:
 def can_write_over(operator: Any, args: Sequence[Any]) -> bool:
     """Whether an operator can write its result over its second argument: an argument that has the result's
     shape, strides and type, and fills its storage."""
-    if operator not in _OUT_OVERLOADS or not (isinstance(args[0], torch.Tensor) and isinstance(args[1], torch.Tensor)):
+    if operator not in _OUT_OVERLOADS or not (
+        isinstance(args[0], torch.Tensor) and isinstance(args[1], torch.Tensor)
+    ):
         return False
     gradient, saved = args[:2]
     dtype = saved.dtype

@@ -38,23 +38,24 @@ from planner.training_step.step import Loss, Step
 from solvers.model.schedule import simulate
 
 OnNewShape = Literal["reapply", "replan", "error"]
-"""What a planned module does with inputs that are larger than planned (for "error": that differ at all)."""
+"""What a planned module does with inputs that are larger than planned: "reapply" runs them by the same plan,
+with a warning of the new peak, "replan" makes a plan for them. "error" refuses inputs that differ at all."""
 
 MOST_PREDICTIONS = 8
-"""The most predictions of a peak for one module; each takes as long as planning without solving."""
+"""The most predictions of a peak for one module. Each takes as long as planning without solving."""
 
 MOST_PLANS = 8
-"""The most plans that one module has at a time, each with captures of its own."""
+"""The most plans that one module has at a time. Each holds graphs of its own."""
 
 MOST_PATHS = 4
-"""The most unseen paths that are looked at for one module; each takes as long as planning."""
+"""The most unseen paths that are planned for one module. Each takes as long as planning."""
 
 MORE_THAN_LEAST = 1.1
-"""With a budget of "min", larger inputs run by an earlier plan if they take at most this times its peak."""
+"""With a budget of "min", an earlier plan runs larger inputs if they take at most this times its own peak."""
 
 
 def checked(policy: str) -> OnNewShape:
-    """The policy of a name.
+    """Check ``on_new_shape=``, and return it.
 
     Raises:
         ValueError: There is no such policy.
@@ -64,8 +65,8 @@ def checked(policy: str) -> OnNewShape:
     return policy  # type: ignore[return-value]
 
 
-_LARGEST = "Plan for the largest shape, or pad to fewer"
-_MOST = "Plan with inputs that take the path that needs most"
+_PLAN_LARGEST = "Plan for the largest shape, or pad to fewer"
+_PLAN_COSTLIEST = "Plan with inputs that take the path that needs most"
 
 
 class NewShapes:
@@ -75,8 +76,9 @@ class NewShapes:
         model: The module.
         plan: The plan that was applied.
         policy: See :data:`OnNewShape`.
-        compile_: Makes two compiled forwards of a plan, for the planned shape and for others. It gets the
-            plan, a function that tells whether other shapes have come, and an object that notes unseen paths.
+        compile_: Compiles two forwards of a plan, one for the planned shape and one for others. It is called
+            with the plan, a function that tells whether other shapes have come, and an object that notes
+            unseen paths.
         loss: As for :func:`planner.plan`; None for the one that the plan was made with.
     """
 
@@ -97,15 +99,15 @@ class NewShapes:
         self._planned_strides = self._strides(plan.model.inputs)
         self._warned_of_strides = self._warned_of_gradients = False
         self._with_gradients = self._requiring_gradients(plan.model.inputs)
-        # By the inputs that require gradients: why such a step cannot be planned, or "".
+        # By the set of inputs that require gradients: why such a step cannot be planned; "" if it can.
         self._refused = {frozenset(self._with_gradients): ""}
         self._other_shapes = Others()
         self._programs = [self._program(plan, self._planned)]
         self._predictions = self._paths_met = 0
-        self._replaced: set[str] = set()  # structures of plans that did not fit another path
+        self._replaced: set[str] = set()  # structures of graphs whose plan did not fit another path
 
     def program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        """The compiled forward that runs arguments of a shape that has not been seen before.
+        """The compiled forward to run for a call whose shapes have not been seen before.
 
         Raises:
             PlanMismatch: The policy is "error" and the shape is not the planned one.
@@ -114,14 +116,14 @@ class NewShapes:
         """
         records = input_records(Step(args, kwargs))
         shapes = dict(self._named((r.path, tuple(r.shape)) for r in records))
-        self._look_at_strides(records)
-        self._look_at_gradients(records)
+        self._warn_of_strides(records)
+        self._warn_of_gradients(records)
         if self._policy == "error" and shapes != self._planned:
             raise PlanMismatch(
                 f"{self._differences(shapes)}; the plan was applied with on_new_shape='error'. Plan for this "
                 "shape, or apply with 'reapply' or 'replan'"
             )
-        self._look_at_gradients_inside(records, args, kwargs)
+        self._refuse_gradients(records, args, kwargs)
         self._other_shapes.came = self._other_shapes.came or shapes != self._planned
         # Inductor's programs for smaller shapes may take more, so each shape is looked at.
         fit = operator.eq if self._target.backend == "inductor" else covers
@@ -169,7 +171,8 @@ class NewShapes:
             made = self._program(self._replanned(prepared, "another path of its forward"), shapes)
         except Exception as error:
             warn(
-                f"the path that the forward took is not planned, and may exceed the budget: {error}. {_MOST}"
+                "the path that the forward took is not planned, and may exceed the budget: "
+                f"{error}. {_PLAN_COSTLIEST}"
             )
             return False
         self._replaced |= seen
@@ -179,8 +182,8 @@ class NewShapes:
     def _prepared_path(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program, seen: set[str]
     ) -> tuple[Prepared, Shapes]:
-        """The step on its unseen path, prepared: at the largest sizes of a program, or at its own sizes if it
-        takes a known path at those."""
+        """Prepare the step on its unseen path. Its inputs are repeated up to the largest sizes of a program;
+        if these take a known path, the step is prepared at its own sizes."""
         shapes = self._shapes_of(args, kwargs)
         largest = max(program.covered, key=lambda known: sum(map(math.prod, known.values())))
         if largest != shapes and covers(largest, shapes):
@@ -202,11 +205,11 @@ class NewShapes:
         diff = f"the inputs are {others} those that were planned: {self._differences(shapes)}"
         if self._policy == "reapply" and self._predictions >= MOST_PREDICTIONS:
             warn(
-                f"{diff}. After {MOST_PREDICTIONS} predictions its peak is not predicted any more. {_LARGEST}"
+                f"{diff}. After {MOST_PREDICTIONS} predictions its peak is not predicted any more. {_PLAN_LARGEST}"
             )
             return first
         if self._policy == "replan" and budget is None and len(self._programs) >= MOST_PLANS:
-            return newest
+            return newest  # made for the least memory: no other would take less
         self._predictions += 1
         try:
             prepared = self._prepare(args, kwargs)
@@ -215,11 +218,15 @@ class NewShapes:
             else:
                 peak_bytes, total = self._taken_by(first, prepared)
         except Exception as error:
+            # A replay follows the forward along another path, with a warning: nobody asked for an error there.
             other_path = isinstance(error, PlanMismatch) and self._target.backend == "replay"
             if is_meant(error) and not other_path:
                 raise
-            warn(f"{diff}. The new peak cannot be predicted ({error}), and may exceed the budget. {_LARGEST}")
-            first.covered.append(shapes)
+            warn(
+                f"{diff}. The new peak cannot be predicted ({error}), and may exceed the budget. "
+                f"{_PLAN_LARGEST}"
+            )
+            first.covered.append(shapes)  # one warning is enough
             return first
         if self._policy == "replan":
             if fitting is not None:
@@ -227,6 +234,7 @@ class NewShapes:
                 return fitting
             kind = "larger" if self._planned.keys() <= shapes.keys() else "other"
             reason = f"{kind} inputs ({self._differences(shapes)})"
+            # Added to the others; where all are made, in the place of the last.
             self._programs[MOST_PLANS - 1 :] = [self._program(self._replanned(prepared, reason), shapes)]
             return self._programs[-1]
         first.covered.append(shapes)
@@ -242,17 +250,18 @@ class NewShapes:
         return first
 
     def _taken_by(self, program: Program, prepared: Prepared) -> tuple[int, int]:
-        """The dynamic peak of a program's schedule at the sizes of a step, and bytes of the whole step."""
+        """Bytes that a program takes at the sizes of a step: its dynamic peak, and the whole step."""
         peak, whole = _taken(program.plan, prepared)
         return peak, whole.total_bytes + self._unknown_optimizer_bytes()
 
     def _programs_for(self, shapes: Shapes) -> list[Program]:
-        """The programs that may run such shapes: all, or those of the same inputs if a plan may be added."""
+        """The programs that may run such shapes: those made for the same inputs, or all of them if no plan may
+        be added."""
         any_of_them = self._policy != "replan" or len(self._programs) >= MOST_PLANS
         return [p for p in self._programs if any_of_them or p.planned.keys() == shapes.keys()]
 
     def _first_fitting(self, prepared: Prepared, programs: Sequence[Program]) -> Program | None:
-        """The first of some programs whose schedule fits the budget at the sizes of a step, if any."""
+        """The first program whose schedule fits the budget at the sizes of a step; None if there is none."""
         budget = self._target.budget_bytes
         for program in programs:
             try:
@@ -265,7 +274,7 @@ class NewShapes:
                 return program
         return None
 
-    def _look_at_strides(self, records: Sequence[TensorRecord]) -> None:
+    def _warn_of_strides(self, records: Sequence[TensorRecord]) -> None:
         known, found = self._planned_strides, self._strides(records)
         other = [name for name, strides in found.items() if strides and strides != known.get(name)]
         if other and not self._warned_of_strides:
@@ -275,7 +284,7 @@ class NewShapes:
                 "are not predicted, and the step may take more. Pass .contiguous(), or plan with one like it"
             )
 
-    def _look_at_gradients(self, records: Sequence[TensorRecord]) -> None:
+    def _warn_of_gradients(self, records: Sequence[TensorRecord]) -> None:
         other = self._requiring_gradients(records) - self._with_gradients
         if other and not self._warned_of_gradients:
             self._warned_of_gradients = True
@@ -285,13 +294,13 @@ class NewShapes:
                 "with inputs that require gradients where those of training do"
             )
 
-    def _look_at_gradients_inside(
+    def _refuse_gradients(
         self, records: Sequence[TensorRecord], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Check that a step can still be planned if other inputs require gradients than planned.
 
-        A forward that differentiates by its inputs makes them require gradients itself. If they require them
-        before, capture may give other graphs.
+        A forward that takes gradients with respect to its inputs makes them require gradients itself. If they
+        do so before it is called, capture may give other graphs.
 
         Raises:
             CaptureError: The step cannot be planned.
@@ -327,15 +336,16 @@ class NewShapes:
         return Program(plan, shapes, planned, others, [shapes], paths)
 
     def _replanned(self, prepared: Prepared, reason: str) -> PlanRecord:
+        """Make a new plan. The last that may be made is for the least memory, as it runs all larger inputs."""
         from planner.planning.solve import plan_prepared
 
         target = self._target
         budget, unknown = target.budget_bytes, self._unknown_optimizer_bytes()
-        budget_left = target.budget_text if budget is None else budget - unknown  # for all but the optimizer
+        budget_left = target.budget_text if budget is None else budget - unknown
         is_last = len(self._programs) >= MOST_PLANS - 1
         made = plan_prepared(prepared, "min" if is_last and budget is not None else budget_left)
         if budget is not None and _total(made) + unknown > budget:
-            made = plan_prepared(prepared, budget_left)  # its error says what the least peak is
+            made = plan_prepared(prepared, budget_left)  # raises InfeasibleBudget, with the least peak
         last_plan = (
             f"; inputs grew so often that {MOST_PLANS} plans were made: this one, for the least memory, is "
             "for larger ones too. Plan for the largest inputs at first"
@@ -347,18 +357,20 @@ class NewShapes:
         return made
 
     def _unknown_optimizer_bytes(self) -> int:
-        """Bytes of optimizer state in the plan, if the optimizer is not known, as with a plan from a file."""
+        """Bytes of optimizer state in the plan if the optimizer is not known here, as with a plan from a file;
+        else 0: a new prediction then counts the state itself."""
         return self._optimizer_bytes if self._options.optimizer is None else 0
 
     def _named(self, pairs: Any) -> Iterator[tuple[str, Any]]:
-        """The same pairs, with paths that begin with the name of the forward's parameter: an input has one
-        name, whether it was passed by position or by keyword."""
+        """Pairs of a path and something else, with ``args[0]`` and ``kwargs['x']`` in the path replaced by the
+        name of the forward's parameter: so an input has one name, passed by position or by keyword."""
         for path, of_input in pairs:
             kind, _, rest = path.partition("[")
             inside, _, deeper = rest.partition("]")
+            name = inside.strip("'")
             if kind == "args" and inside.isdigit() and int(inside) < len(self._parameters):
-                inside = repr(self._parameters[int(inside)])
-            yield f"{inside.strip(chr(39))}{deeper}", of_input
+                name = self._parameters[int(inside)]
+            yield f"{name}{deeper}", of_input
 
     def _differences(self, shapes: Shapes) -> str:
         texts = [
@@ -372,6 +384,7 @@ class NewShapes:
 
 
 def _captured(prepared: Prepared) -> set[str]:
+    """The structures of the graphs that a step was captured as."""
     return {graph.structure for graph in prepared.captured.graphs}
 
 
@@ -380,7 +393,8 @@ def _total(plan: PlanRecord) -> int:
 
 
 def _taken(plan: PlanRecord, prepared: Prepared) -> tuple[int, WholeStep]:
-    """The dynamic peak of a plan's schedule, or of Inductor's programs for it, and its whole step."""
+    """The memory of a plan's schedule at the sizes of a prepared step: its dynamic peak, and the whole step.
+    With Inductor the programs that it makes for the schedule count."""
     prepared, schedule = schedule_at(plan, prepared)
     problem = prepared.problem
     if prepared.options.backend != "inductor":
