@@ -1,9 +1,9 @@
 """Copies of modules, and functions that refer to the copies.
 
-``copy.deepcopy`` refuses a module for one attribute that cannot be copied, as locks, files, loggers' threads
-and process groups are. What has neither tensors nor a state that a step would change belongs to the process,
-and a copy shares it. A thread's local variables are copied, and so is what an earlier forward left in
-attributes, without its history.
+``copy.deepcopy`` refuses a module for one attribute that cannot be copied: a lock, a file, a logger's thread,
+a process group. Such objects hold no tensors and no state that a step changes, so a copy shares them with the
+original. ``threading.local`` objects are copied with the variables of this thread. Tensors that an earlier
+forward left in attributes are copied without their history.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ _SHARED_TYPES: tuple[type, ...] = (
     io.BufferedRandom,
     io.TextIOWrapper,
 )
-"""Of these, not of classes derived from them."""
+"""Types whose objects a copy shares; those of derived classes are copied."""
 _SHARED_CLASSES: tuple[type, ...] = (
     threading.Thread,
     queue.Queue,
@@ -58,12 +58,13 @@ _SHARED_CLASSES: tuple[type, ...] = (
         if torch.distributed.is_available()
     ),
 )
-"""Of these, and of classes derived from them."""
-_HELD = (dict, list, set, deque, torch.Tensor)
-"""What a variable around a function, or a default, may hold of a module's."""
+"""Classes whose objects a copy shares, those of derived classes too."""
+_STATE_TYPES = (dict, list, set, deque, torch.Tensor)
+"""Types of a module's state that a function may hold too, in a default or a variable of its closure."""
 _HOLDS_FUNCTIONS = {dict, list, OrderedDict, defaultdict}
-"""Of these, not of classes derived from them: what is looked into for functions."""
+"""Types of containers in which functions are looked for; derived classes do not count."""
 _CONTAINERS = ("_modules", "_parameters", "_buffers")
+"""Attributes of a module that are not part of a path like ``encoder.0.items``."""
 _MAKES_COPIES = (
     "__deepcopy__",
     "__reduce__",
@@ -72,25 +73,25 @@ _MAKES_COPIES = (
     "__getnewargs__",
     "__getnewargs_ex__",
 )
-"""Where a class may say how copies of its objects are made."""
+"""Methods by which a class decides how its objects are copied."""
 _HOOKS = frozenset(name for name, held in vars(torch.nn.Module()).items() if type(held) is OrderedDict)
-"""What each module has for its hooks, nearly always empty: it does not matter which empty one that is."""
+"""The attributes in which a module keeps its hooks. Nearly all are empty, and copied as new ones."""
 _GETS_STATE = torch.nn.Module.__getstate__
-KEPT = frozenset((type(None), bool, int, float, complex, str, bytes, type))
-"""Of these a copy has the very same."""
+IMMUTABLE = frozenset((type(None), bool, int, float, complex, str, bytes, type))
+"""Types of objects that never change: a copy has the same objects."""
 
 
 def copied_module(module: torch.nn.Module, replaced: Mapping[int, Any] | None = None) -> torch.nn.Module:
-    """A deep copy of a module, which shares with it what cannot be copied.
+    """A deep copy of a module, which shares the objects that cannot be copied.
 
-    Functions among its attributes, as one in the place of ``forward``, and its hooks refer to the copy.
+    Its hooks, and functions among its attributes, as one that replaces ``forward``, refer to the copy.
 
     Args:
         module: The module.
-        replaced: By id: objects in the place of those that are copied.
+        replaced: By the id of an object: the object that the copy has in its place.
 
     Raises:
-        Exception: Whatever copying one of its attributes raises.
+        Exception: Any that copying one of the attributes raises.
     """
     memo: dict[int, Any] = dict(replaced or {})
     with _shared(set(parts_of(module)), _module):
@@ -109,8 +110,8 @@ def copied_module(module: torch.nn.Module, replaced: Mapping[int, Any] | None = 
 
 
 def _has_as_much(module: torch.nn.Module, copied: torch.nn.Module) -> bool:
-    """Whether a copy has as many parts, parameters and buffers. Where a class writes and reads the state of
-    its objects by itself, it may have others: e3nn writes generated code to bytes, and reading traces it."""
+    """Whether a copy has as many parts, parameters and buffers. It may have others if a class has a
+    ``__getstate__`` of its own: e3nn's writes generated code as bytes, which its ``__setstate__`` traces."""
     own = (kind for part in parts_of(module) if (kind := type(part)).__getstate__ is not _GETS_STATE)
     if next(own, None) is None:
         return True
@@ -118,15 +119,15 @@ def _has_as_much(module: torch.nn.Module, copied: torch.nn.Module) -> bool:
 
 
 def _change_functions(held: Any, refer: "_Referring", made: set[int]) -> None:
-    """Let functions in a copied dictionary or list, and in those inside, refer to copies: hooks are in such.
+    """Make functions in a copied dictionary or list refer to copies, also in nested ones, as hooks are.
 
     Args:
         held: The dictionary or list, which is changed.
-        refer: What makes such a function.
-        made: By id: what is a copy, and not the user's. Each is looked into once.
+        refer: Makes the function that refers to copies.
+        made: Ids of the copied objects: the user's own are left alone. Each is looked into once, and removed.
     """
     items = held.items() if isinstance(held, dict) else enumerate(held)
-    some = [(key, value) for key, value in items if type(value) not in KEPT]
+    some = [(key, value) for key, value in items if type(value) not in IMMUTABLE]
     for key, value in [(k, v) for k, v in some if type(v) not in _HOLDS_FUNCTIONS or v]:
         kind = type(value)
         if isinstance(value, types.FunctionType | functools.partial):
@@ -139,14 +140,15 @@ def _change_functions(held: Any, refer: "_Referring", made: set[int]) -> None:
 
 
 def referring_to(function: Any, others: Mapping[torch.nn.Module, torch.nn.Module]) -> Any:
-    """A function like another, that refers to other modules.
+    """A copy of a function that refers to other modules; the function itself if it refers to none of them.
 
-    Looked through are what a ``functools.partial`` holds, defaults, variables around it, global variables
-    that it names itself, attributes of the object that it is, or is a method of, and functions there.
+    Modules are replaced in the function's defaults, in the variables of its closure, in the global variables
+    that its code names, in the arguments of a ``functools.partial``, in the attributes of the object that it
+    is or is a method of, and in functions found there.
 
     Args:
-        function: The function, which stays as it is.
-        others: The modules in the place of those that it refers to.
+        function: The function, which is not changed.
+        others: By module: the one to refer to instead.
     """
     return _Referring(others)(function)
 
@@ -155,8 +157,8 @@ class _Referring:
     """Makes functions that refer to other modules; each once, as they may refer to each other.
 
     Args:
-        others: The modules in the place of those that functions refer to.
-        copies: By id: what variables around functions hold in the place of containers and tensors.
+        others: By module: the one to refer to instead.
+        copies: By id of a container or tensor: the copy that a function's default or closure gets instead.
     """
 
     def __init__(
@@ -170,7 +172,7 @@ class _Referring:
             return self._others.get(value, value)
         if id(value) in self._made:
             return self._made[id(value)]
-        self._made[id(value)] = value  # within itself
+        self._made[id(value)] = value  # until it is made: what refers to itself would not end
         if isinstance(value, types.MethodType):
             of = value.__self__
             holder = self(of) if isinstance(of, torch.nn.Module) else self._holding(of)
@@ -217,11 +219,11 @@ class _Referring:
 
     def _held(self, content: Any) -> Any:
         """What a variable or default of a function holds, or the copy of it."""
-        copied = self._copies.get(id(content)) if isinstance(content, _HELD) else None
+        copied = self._copies.get(id(content)) if isinstance(content, _STATE_TYPES) else None
         return self(content) if copied is None else copied
 
     def _holding(self, value: Any) -> Any:
-        """An object whose attributes are another's, but for modules."""
+        """An object with the attributes of another, but for modules that are replaced."""
         held = getattr(value, "__dict__", None)
         if not isinstance(held, dict):
             return value
@@ -241,7 +243,10 @@ def _same(these: Iterable[Any], those: Iterable[Any]) -> bool:
 
 
 def attribute_of(error: BaseException) -> str | None:
-    """The attribute of a module that could not be copied, as in ``encoder.0.items``; None: not known."""
+    """The path of the attribute that could not be copied, as in ``encoder.0.items``; None if it is not known.
+
+    :func:`_copy_items` calls itself for each level: its variable `key` in each frame of the traceback is a
+    part of the path."""
     names = [
         str(frame.f_locals["key"])
         for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -254,11 +259,13 @@ def attribute_of(error: BaseException) -> str | None:
 def _shared(
     parts: Set[torch.nn.Module], make: Callable[[Any, dict[int, Any]], torch.nn.Module]
 ) -> Iterator[None]:
-    """While this is open, ``copy.deepcopy`` returns such objects themselves.
+    """Within this context ``copy.deepcopy`` returns shared objects themselves, and copies modules by `make`.
+
+    ``copy`` lets nobody pass functions for types, so those in its private table are replaced meanwhile.
 
     Args:
-        parts: Modules that are copied: a weak reference to one becomes one to its copy.
-        make: What makes the copy of one, where its class leaves that to Python.
+        parts: The modules that are copied. A weak reference to one is copied as one to its copy.
+        make: Makes the copy of a module whose class does not decide itself how it is copied.
     """
 
     def reference(value: "weakref.ref[Any]", memo: dict[int, Any]) -> Any:
@@ -283,17 +290,17 @@ def _itself(value: Any, _memo: dict[int, Any]) -> Any:
 
 
 def _made_as_usual(kind: type[torch.nn.Module]) -> bool:
-    """Whether a class leaves it to Python how a copy of its objects is made, before it gets its state."""
+    """Whether a class leaves it to Python how its objects are copied, but for their state."""
     usual = all(getattr(kind, name, None) is getattr(torch.nn.Module, name, None) for name in _MAKES_COPIES)
     return usual and kind not in copyreg.dispatch_table
 
 
 def _module(value: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
-    """What ``copy`` does, without asking each of thousands of modules how to make another."""
+    """Copy a module as ``copy`` does, in less time: nothing is asked of its class but the state."""
     made: torch.nn.Module = object.__new__(type(value))
     memo[id(value)] = made
     state = value.__getstate__()
-    if type(value).__getstate__ is _GETS_STATE:  # what the module holds, and nothing else
+    if type(value).__getstate__ is _GETS_STATE:  # the state is the module's dictionary of attributes
         own: Any = {}
         _copy_items(state, own, memo)
     else:
@@ -303,7 +310,7 @@ def _module(value: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
 
 
 def _module_as_it_is(value: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
-    """A module with copies of all attributes, however its class writes and reads the state of its objects."""
+    """Copy all attributes of a module, past its class's ``__getstate__`` and ``__setstate__``."""
     made: torch.nn.Module = object.__new__(type(value))
     memo[id(value)] = made
     _copy_items(vars(value), vars(made), memo)
@@ -313,12 +320,12 @@ def _module_as_it_is(value: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.M
 def _set(value: set[Any], memo: dict[int, Any]) -> set[Any]:
     made: set[Any] = set()
     memo[id(value)] = made
-    made.update(copy.deepcopy(list(value), memo) if value else ())  # each module has one that is empty
+    made.update(copy.deepcopy(list(value), memo) if value else ())  # nearly always empty
     return made
 
 
 def _dictionary(value: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
-    """What ``copy`` does, without a call for each name and number: modules are made of dictionaries."""
+    """Copy a dictionary as ``copy`` does, in less time: without a call for each name and number."""
     made: dict[Any, Any] = {}
     memo[id(value)] = made
     _copy_items(value, made, memo)
@@ -326,7 +333,7 @@ def _dictionary(value: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
 
 
 def _ordered_dictionary(value: "OrderedDict[Any, Any]", memo: dict[int, Any]) -> "OrderedDict[Any, Any]":
-    """The same; ``copy`` asks each of them how to copy it, and a module has ten that are empty."""
+    """The same for an ordered one. A module has ten that are empty, and ``copy`` is slow with each."""
     made: OrderedDict[Any, Any] = OrderedDict()
     memo[id(value)] = made
     if own := vars(value):
@@ -337,9 +344,9 @@ def _ordered_dictionary(value: "OrderedDict[Any, Any]", memo: dict[int, Any]) ->
 
 def _copy_items(value: Mapping[Any, Any], made: dict[Any, Any], memo: dict[int, Any]) -> None:
     for key, held in value.items():
-        mine = key if type(key) in KEPT else copy.deepcopy(key, memo)
+        mine = key if type(key) in IMMUTABLE else copy.deepcopy(key, memo)
         kind = type(held)
-        if kind in KEPT:
+        if kind in IMMUTABLE:
             made[mine] = held
         elif kind is OrderedDict and not held and mine in _HOOKS:
             made[mine] = OrderedDict()
@@ -354,7 +361,8 @@ def _copy_items(value: Mapping[Any, Any], made: dict[Any, Any], memo: dict[int, 
 def _tensor(value: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     if value.grad_fn is None:
         return value.__deepcopy__(memo)  # type: ignore[no-any-return]
-    made = memo[id(value)] = strided_copy(value.detach())  # PyTorch copies none that has a history
+    # ``Tensor.__deepcopy__`` refuses a tensor with a history (``torch/_tensor.py``).
+    made = memo[id(value)] = strided_copy(value.detach())
     return made
 
 

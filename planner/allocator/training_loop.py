@@ -18,12 +18,12 @@ STEPS = 2
 """Steps of the loop that are simulated. In the first the optimizer makes its state; all later ones make the
 same requests as the second."""
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
-"""For a second prediction: what the user would gain by ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``."""
+"""For a second prediction, of what ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` would save."""
 
 
 @dataclass(frozen=True)
 class Allocations:
-    """The blocks of memory that a sequence of operations allocates. Operations and blocks are numbered from 0.
+    """The blocks that a sequence of operations allocates. Operations and blocks are numbered from 0.
 
     Attributes:
         bytes: The size of each block, in the order of allocation.
@@ -47,8 +47,8 @@ class Allocations:
 
     @cached_property
     def order(self) -> list[tuple[int, int]]:
-        """The events in order, as pairs of an operation and a code. Each operation first allocates its blocks,
-        then takes its workspace, then blocks are freed.
+        """The events in order, as pairs of an operation and a code. Each operation allocates its blocks, then
+        takes its workspace; then blocks are freed.
 
         The code of a block is its number if it is allocated, and ``~number`` if it is freed. The code of a
         workspace is the number of blocks.
@@ -63,8 +63,8 @@ class Allocations:
         return list(zip(step[sorted_].tolist(), block[sorted_].tolist(), strict=True))
 
     def between(self, other: "Allocations", share: float) -> "Allocations":
-        """The same blocks at another size, by linear interpolation: `share` 0 gives these bytes, 1 the other's,
-        and a share above 1 extrapolates."""
+        """The same blocks at another size, by linear interpolation: `share` 0 gives these bytes, 1 the
+        other's, and more than 1 extrapolates."""
 
         def mixed(one: Integers, two: Integers) -> Integers:
             return np.maximum(np.rint(one + (two - one) * share), 0).astype(np.int64)

@@ -2,10 +2,11 @@
 
     seconds = max(FLOPs / FLOP/s of the dtype, bytes moved / bandwidth) + launch
 
-FLOPs count for matrix products, convolutions, attention and recurrent layers. Every other operation is bound
-by the bytes it moves: its distinct tensor inputs and its outputs, once each. An expanded tensor counts with
-its bytes in memory. Views move nothing and cost nothing. On a CPU random numbers are bound by their count:
-its generator makes them one by one.
+`launch` is the device's seconds to start any operation. FLOPs count for matrix products, convolutions,
+attention and recurrent layers; a multiplication and its addition are two. Every other operation is bound by
+the bytes that it moves: its distinct tensor inputs and its outputs, once each. An expanded tensor counts with
+its bytes in memory. Views move nothing and cost nothing. Random numbers on a CPU are bound by their count, as
+its generator makes one after the other.
 """
 
 import functools
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 CPU_DRAW_SECONDS = 8e-9
-"""The time of a CPU's generator for a random number, measured on one core."""
+"""A CPU's time for a random number: that of ``torch.empty(1 << 20).bernoulli_(0.9)`` for each element."""
 
 FlopFormula = Callable[[Sequence[Any]], float]
 """FLOPs from an operation's positional arguments."""
@@ -42,7 +43,7 @@ def roofline(device: Device) -> "Roofline":
 
 
 class Costs(Protocol):
-    """A source of the seconds of operations; `name` is its name in a plan."""
+    """A source of the seconds of operations. A plan stores its `name`."""
 
     name: str
 
@@ -50,15 +51,16 @@ class Costs(Protocol):
         """The seconds that one operation takes.
 
         Args:
-            func: The operator overload; anything else (``operator.getitem``, size arithmetic) is free.
-            args, kwargs: Its arguments; tensors (fake ones do) may be nested in lists.
-            outputs: What it returned: a tensor or a nest of them.
+            func: The operator overload. Other callables (``operator.getitem``, size arithmetic) take 0.
+            args, kwargs: Its arguments. Tensors may be fake, and nested in lists.
+            outputs: Its result: a tensor, or nested lists of tensors.
         """
         ...
 
 
 class Roofline:
-    """The roofline of one device; it remembers times by operator and arguments, tensors by their form."""
+    """The roofline of one device. It remembers times by operator and arguments: of tensors by type, shape and
+    strides."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -87,7 +89,7 @@ class Roofline:
         inputs = [*call_tensors(args), *call_tensors(kwargs)]
         if func.overloadpacket in _VIEW_OR_COPY and _is_alias(inputs, outputs):
             return 0.0
-        in_place = str(func.overloadpacket).endswith("_")
+        in_place = str(func.overloadpacket).endswith("_")  # it may return nothing, and still writes
         if not in_place and next(iter(call_tensors(outputs)), None) is None:
             return 0.0  # it returns a size or a device
         arithmetic = 0.0
@@ -103,7 +105,7 @@ class Roofline:
 
 
 def op_flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object) -> float:
-    """Returns the floating-point operations of matrix-like work in an operation; 0 for the others."""
+    """The FLOPs of a matrix product, a convolution, attention or a recurrent layer; 0 for other operators."""
     packet = func.overloadpacket
     try:
         if formula := _FLOPS.get(packet):
@@ -116,7 +118,7 @@ def op_flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], o
 
 
 def bytes_moved(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object) -> int:
-    """Returns the bytes that an operation reads and writes: distinct inputs and outputs, once each."""
+    """The bytes that an operation reads and writes: distinct inputs and outputs, once each."""
     packet = func.overloadpacket
     if packet in _ALLOCATE_ONLY:
         return 0
@@ -137,7 +139,7 @@ def bytes_moved(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Returns the distinct bytes of a tensor: a dimension expanded with stride 0 counts once."""
+    """The distinct bytes of a tensor: a dimension of stride 0, as ``expand`` makes it, counts once."""
     if tensor.layout is not torch.strided:
         return int(tensor.numel()) * tensor.element_size()
     count = 1
@@ -148,7 +150,8 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 
 
 def _signature(nest: Any, seen: dict[int, int]) -> object:
-    """A hashable key for the arguments; one tensor given twice differs from two alike."""
+    """A hashable key for the arguments. The same tensor twice has another key than two that are alike: its
+    bytes are read once."""
     if isinstance(nest, torch.Tensor):
         position = seen.setdefault(id(nest), len(seen))
         if nest.layout is not torch.strided:
@@ -162,6 +165,7 @@ def _signature(nest: Any, seen: dict[int, int]) -> object:
 
 
 def _is_alias(inputs: Sequence[torch.Tensor], outputs: object) -> bool:
+    """Whether the result shares the memory of the first input."""
     return (
         isinstance(outputs, torch.Tensor)
         and len(inputs) > 0
@@ -173,7 +177,7 @@ def _is_alias(inputs: Sequence[torch.Tensor], outputs: object) -> bool:
 
 
 def _convolution_backward(args: Sequence[Any]) -> float:
-    """Each gradient takes as many products as the forward; the registry's count ignores groups."""
+    """Each gradient takes as many FLOPs as the forward. PyTorch's count ignores groups."""
     grad_output, image, weight = args[:3]
     transposed, wanted = args[7], args[10]
     positions = math.prod((image if transposed else grad_output).shape[2:])
@@ -186,18 +190,21 @@ def _attention(args: Sequence[Any]) -> float:
 
 
 def _attention_backward(args: Sequence[Any]) -> float:
-    """Five products: the scores again, and for each of the forward's two products two for gradients."""
+    """Five products: the scores again, and for each of the forward's two products the gradients of both
+    factors."""
     return 5 * _attention_product(*args[1:4])
 
 
 def _attention_product(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float:
-    """One of attention's products, queries x keys x width: the mean of the two where widths differ."""
+    """The FLOPs of one of attention's two products, queries x keys x width: their mean, as queries and values
+    may differ in width."""
     width = (query.shape[-1] + value.shape[-1]) / 2
     return 2.0 * int(math.prod(query.shape[:-1])) * int(key.shape[-2]) * width
 
 
 def _recurrent(args: Sequence[Any]) -> float:
-    """Every weight is multiplied once for every time step of every sequence."""
+    """Every weight is multiplied once for every time step of every sequence. Its weights are the second
+    argument, or of oneDNN's layer the second to fifth."""
     steps = int(args[0].numel()) / int(args[0].shape[-1])
     weights = call_tensors(args[1] if isinstance(args[1], (list, tuple)) else args[1:5])
     return 2.0 * steps * sum(int(weight.numel()) for weight in weights if weight.dim() == 2)
@@ -258,9 +265,10 @@ _FLOPS: dict[object, FlopFormula] = {
     for packet in _packets(*names)
 }
 
-# These share their input's storage, or copy where its strides do not allow that.
+# These share their input's storage if its strides allow it, and copy otherwise.
 _VIEW_OR_COPY = _packets("reshape", "contiguous", "to", "flatten", "ravel", "reshape_as", "resolve_conj")
 
+# ``FORM_OF`` allocates no memory, ``_unsafe_view`` is a view to all but its schema, the last is ``item()``.
 _ALWAYS_FREE = frozenset({FORM_OF, aten._unsafe_view.default, aten._local_scalar_dense.default})
 
 _ALLOCATE_ONLY = _packets(

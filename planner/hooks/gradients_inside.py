@@ -1,7 +1,7 @@
 """A graph that calls ``torch.autograd.grad`` runs as written where a gradient may lead outside of the graph.
 
-A captured graph takes gradients with respect to its inputs as if these were independent. Say it gets ``x`` and
-``y``, where ``y`` was computed from ``x`` before the graph begins: its gradient with respect to ``x`` would
+A captured graph takes gradients with respect to its inputs as if these were independent. Say ``x`` and ``y``
+are inputs, and ``y`` was computed from ``x`` before the graph begins: a gradient with respect to ``x`` would
 lack the part that goes through ``y``.
 """
 

@@ -19,17 +19,18 @@ from planner.graph.trace import TracedGraph
 class WrittenInPlace(GraphHook):
     """Compares PyTorch's version counters of tensors after the forward with those before the backward.
 
-    It does not hold the tensors: that would change how long the step holds them. A change that PyTorch does
-    not count shows by the operator that wrote, or, in a step that runs with data, by the tensor's bytes.
+    It does not hold the tensors: that would change how long the step holds them. Some changes, as those
+    through ``.data``, increment no version counter: they are called *uncounted* here, and `watch` finds them.
 
     Args:
         watch: Given a tensor, returns a function that tells whether its memory was written to since, and
-            whether it was resized.
+            whether its storage was resized. It looks at the operators that ran or, in a step that runs with
+            data, at the tensor's bytes.
 
     Attributes:
         inputs: Positions of the inputs that were changed.
         outputs: Positions of the results that were changed, among those of the traced graph.
-        uncounted_inputs, uncounted_outputs: Those of them whose change PyTorch does not count.
+        uncounted_inputs, uncounted_outputs: Those of them whose change is uncounted.
     """
 
     watches = True
@@ -38,15 +39,15 @@ class WrittenInPlace(GraphHook):
         self._watch = watch
         self.inputs, self.outputs = set[int](), set[int]()
         self.uncounted_inputs, self.uncounted_outputs = set[int](), set[int]()
-        self._positions: dict[int, int] = {}
+        self._positions: dict[int, int] = {}  # by output of the traced graph: its position in the results
         self._probed: list[Watched] = []
-        self._counted = set[int]()  # results whose changes PyTorch counts in a step without a plan
+        self._counted = set[int]()  # positions of results whose changes are counted in a step without a plan
 
     def probed(self, results: Sequence[Any]) -> None:
-        """Note the results of the graph as it ran untraced.
+        """Note the results of the graph as it ran untraced, before it is traced.
 
-        PyTorch counts every write of a traced graph, those through ``.data`` too. Here it counts as it does
-        in a step without a plan.
+        In a traced graph every write increments the version counter, those through ``.data`` too. Untraced it
+        is incremented as in a step without a plan.
         """
         tensors = {i: result for i, result in enumerate(results) if isinstance(result, torch.Tensor)}
         with without_modes():
@@ -75,13 +76,13 @@ class WrittenInPlace(GraphHook):
     def _comparison(
         self, values: Mapping[int, Any], found: set[int], uncounted: set[int], counts: Callable[[int], bool]
     ) -> Callable[[Any], None]:
-        """A hook on the backward that adds the keys of changed tensors to ``found``.
+        """Look at tensors now; returns a hook for the backward, which looks again and notes the changed ones.
 
         Args:
-            values: The inputs or results that may have been changed, by key.
-            found: Keys of changed tensors.
-            uncounted: Keys of those whose change PyTorch does not count.
-            counts: Whether PyTorch counts the changes of a key's tensor in a step without a plan.
+            values: The inputs or results that may be changed, by key.
+            found: A set to which the hook adds the keys of changed tensors.
+            uncounted: A set to which it adds those whose change is uncounted.
+            counts: Whether the changes of a key's tensor are counted in a step without a plan.
         """
         with without_modes():
             tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
@@ -96,10 +97,10 @@ class WrittenInPlace(GraphHook):
             with without_modes():
                 changed, written = set(counted.written()), set[int]()
                 known = filter(counts, changed & plain.keys())
-                memory = {plain[key][0] for key in known}  # other keys may view the same memory
+                memory = {plain[key][0] for key in known}  # a write that is counted for one view, for all
                 for key, (at, is_changed) in plain.items():
                     is_written, is_resized = is_changed()
-                    if is_resized:  # nothing is left there that eager could read
+                    if is_resized:  # the contents are gone: no plan may read them again
                         changed.add(key)
                     elif is_written and at not in memory:
                         written.add(key)

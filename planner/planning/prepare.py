@@ -1,4 +1,4 @@
-"""A step captured and its problem built, for the backend that is asked for, or the better one of two."""
+"""Captures a step and builds its problem, and chooses between graphs and replay for ``backend="auto"``."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,13 +20,13 @@ from planner.progress import Progress, no_report
 from planner.training_step.step import Step
 
 MOST_GRAPHS = 12
-"""Of how many graphs a step may be that "auto" plans by graphs. The masks of Hugging Face's encoders and
-decoders ask data, and make 6 to 10; graphs then take less extra time than replays, and more are slow to
-plan."""
+"""The most graphs of a step that "auto" plans by graphs. Hugging Face's encoders and decoders have 6 to
+10, as Python reads data for their masks. With these, graphs take less extra time than replays. More graphs
+are slow to plan."""
 
 MOST_OPERATIONS = 2_000
-"""Of how many operations a forward may be that "auto" plans by graphs: of 6,000, planning and a first step
-take three minutes by graphs, and a quarter of one by replays."""
+"""The most operations of a forward that "auto" plans by graphs. With 6,000, planning and a first step take
+three minutes by graphs, and 15 seconds by replays."""
 
 
 def prepare(
@@ -37,14 +37,18 @@ def prepare(
     progress: Progress = no_report,
     like: Prepared | None = None,
 ) -> Prepared:
-    """Capture a step and build its problem, for the backend that is asked for, or the better one of two.
+    """Capture a step and build its problem.
+
+    With ``backend="auto"`` graphs are tried first. They are taken if they are few and small enough,
+    nothing of the forward lies between them, and they cause no warning that a replay would not cause.
 
     Args:
         model: The module.
-        step: Its step; its loss, outputs and mode count, not those of ``options``.
-        options: All else that decides what the step takes.
-        progress: Called with what is being done, and how much of it is done.
-        like: The same model's step of another size, by the same options: the optimizer's step is as there.
+        step: Its step. Its loss, outputs and mode count, not those of ``options``.
+        options: All other options that the step's memory and time depend on.
+        progress: Called with a text and with the share of the work that is done, from 0 to 1.
+        like: The same model's step of another size, prepared by the same options: its prediction of the
+            optimizer's step is taken over.
 
     Raises:
         PlannerError: As :func:`planner.plan` does.
@@ -56,7 +60,7 @@ def prepare(
         chosen = replace(options, backend=backend)
         return prepare_for_backend(model, step, chosen, progress=progress, like=like, most=most)
 
-    if options.split != "none" or options.offload != "none":
+    if options.split != "none" or options.offload != "none":  # only graphs can
         if off is not None:
             name = "split" if options.split != "none" else "offload"
             raise PlannerError(f"{name}={getattr(options, name)!r}: {off}. Plan with {name}='none'")
@@ -82,25 +86,27 @@ def prepare(
             return graphs
     with warnings_collected() as also:
         replayed = by("replay")
-    of_graphs = [text for text in told if text not in also]
-    if graphs is not None and not why and not of_graphs:
-        return _said(graphs, told)  # what is warned of is the step's, whatever follows the plan
-    return _said(_replayed(replayed, why or of_graphs[0]), also)
+    caused = [text for text in told if text not in also]  # the warnings that graphs alone cause
+    if graphs is not None and not why and not caused:
+        return _warned(graphs, told)  # of the step itself, whichever way the plan is followed
+    return _warned(_replayed(replayed, why or caused[0]), also)
 
 
 def _replayed(prepared: Prepared, why: str) -> Prepared:
+    """Note why replays, not graphs, follow the plan."""
     prepared.captured.notes.append(f"followed by replaying operators, not by a graph: {why}")
     return prepared
 
 
-def _said(prepared: Prepared, told: Sequence[str]) -> Prepared:
+def _warned(prepared: Prepared, told: Sequence[str]) -> Prepared:
+    """Warn now of texts that were collected while both ways were tried."""
     for text in told:
         warn(text)
     return prepared
 
 
 def _can_replay(model: torch.nn.Module, options: PlanOptions) -> bool:
-    """Whether a step can be followed by replaying at all."""
+    """Whether replays can follow a step: one without regions, pipelines, FSDP2 and tensor parallelism."""
     parallel = read_parallel(options.parallel)
     return (
         options.regions is None

@@ -123,7 +123,7 @@ class Slots:
         if nonzero is not None and slot in self._masked and self.holds(slot, out) and fills_storage(out):
             self.tensors[bits] = noise_operators.pack(out, nonzero)
             self.unpack[slot] = partial(
-                noise_operators.unpack, count=out.numel(), dtype=out.dtype, kept=nonzero
+                noise_operators.unpack, count=out.numel(), dtype=out.dtype, nonzero=nonzero
             )
 
     def holds(self, slot: int, tensor: torch.Tensor) -> bool:

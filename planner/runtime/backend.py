@@ -71,12 +71,12 @@ class PlanBackend:
     Args:
         model: The module; not held, as compiled code may outlive it.
         plan: The plan.
-        warned_of_shapes: Whether inputs had other shapes than planned; the user was warned of these.
-        path: Is told which of the plan's graphs were captured.
+        warned_of_shapes: Returns whether inputs had other shapes than planned, of which the user was warned.
+        path: Notes which of the plan's graphs are captured, and which others.
         calls: The calls of the module.
         on_capture: Called with the module for every graph that is captured.
-        host: Where results are kept that the plan sends; None where it sends none.
-        recordings: Has the graph run as it was recorded; None where operators are called one by one.
+        host: Keeps the results that the plan sends to the host; None if it sends none.
+        recordings: Runs graphs as recorded CUDA graphs; None if operators are called one by one.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class PlanBackend:
         self._model, self._plan, self._warned_of_shapes, self._path = model, plan, warned_of_shapes, path
         self._calls, self._on_capture, self._host = calls, on_capture, host
         self._recordings = recordings
-        self._captured: Counter[str] = Counter()  # how many graphs of each structure
+        self._captured: Counter[str] = Counter()  # by structure: how many graphs Dynamo has captured
         self._autocast: list[str] = []
         self._alike: dict[str, Alike] = {}
         self._warned_of_executions = False
@@ -106,16 +106,17 @@ class PlanBackend:
         self._autocast = autocast_regions()  # AOTAutograd switches it off while it traces
         call = compile_with_views_outside(graph, example_inputs, self._callable)
         tell_sizes_alone(graph)
+        # For steps under the user's saved_tensors_hooks, as a planned graph saves other tensors.
         written = cache(lambda: as_written(graph).forward)
         return lambda *args: (written() if saved_tensors_are_changed() else call)(*args)
 
     def _callable(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """A graph compiled by the plan, at its sizes or at symbolic ones; as written where that fails."""
+        """Compile a graph by the plan, for its sizes or for symbolic ones. What fails runs as written."""
         structure = structure_of(graph)
         record = self._record_of(structure)
         number = self._captured[structure] - 1
         spec = spec_of(self._plan, record, structure, number, graph, example_inputs)
-        if record is None and not spec.unused_outputs:
+        if record is None and not spec.unused_outputs:  # it may need no plan: nothing in it has a backward
             if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
                 return as_written(graph).forward
             if structure in self._plan.forward_only or left_out(
@@ -132,14 +133,16 @@ class PlanBackend:
         if not any(map(fake.is_size, example_inputs)):
             try:
                 if record is None and not spec.per_use_inputs:
+                    # It may be one of the plan's graphs after all, which then has its specification.
                     with contextlib.suppress(_NotOfThePlan):
                         return self._compile(graph, example_inputs, record, spec, exactly=True)
                     spec = GraphSpec.per_use(len(example_inputs))
                 return self._compile(graph, example_inputs, record, spec)
             except aot.STARTS_AGAIN:
+                # Dynamo captures the same graph again: do not count it twice.
                 self._captured[record.structure if record else structure_of(graph)] -= 1
                 raise
-            except aot.DATA_DECIDE as error:  # Dynamo would go on silently
+            except aot.DATA_DECIDE as error:  # Dynamo would run the forward as written, and say nothing
                 warn(
                     f"data decide what a part of the forward does, and it runs as written: {error}. {AROUND}"
                 )
@@ -152,7 +155,7 @@ class PlanBackend:
             if not any(g.gradient_layouts for g in self._plan.graphs if g.structure == structure):
                 return otherwise
             beyond = self._laid_out_otherwise
-        except Exception as error:  # whatever PyTorch's operators raise at symbolic sizes
+        except Exception as error:  # PyTorch's operators raise errors of any kind at symbolic sizes
             logger.info("compiled for each shape, not for symbolic sizes: %s", error)
             otherwise, beyond = as_written(graph).forward, self._beyond_static_shapes
         return StaticShapes(
@@ -183,11 +186,15 @@ class PlanBackend:
         *,
         exactly: bool = False,
     ) -> Callable[..., Any]:
-        """The callable of a graph. If ``exactly``, a graph of other operations than planned is an error."""
-        with older_objects_set_aside():
-            return self._programs(graph, example_inputs, record, spec, exactly)
+        """The callable of a graph, which runs a program of its own for each execution in a step.
 
-    def _programs(
+        Raises:
+            _NotOfThePlan: With ``exactly``: the graph is made of other operations than planned.
+        """
+        with older_objects_set_aside():
+            return self._compile_executions(graph, example_inputs, record, spec, exactly)
+
+    def _compile_executions(
         self,
         graph: GraphModule,
         example_inputs: Sequence[Any],
@@ -195,19 +202,21 @@ class PlanBackend:
         spec: GraphSpec,
         exactly: bool,
     ) -> Callable[..., Any]:
-        first, followed = self._program(graph, example_inputs, record and record.programs[0], spec, exactly)
+        first, followed = self._compile_program(
+            graph, example_inputs, record and record.programs[0], spec, exactly
+        )
         record = record or followed
         if record is None:
             return first
-        plan = self._alike.get(record.structure) or alike(self._plan, record.structure)
-        self._alike[record.structure] = plan
+        planned = self._alike.get(record.structure) or alike(self._plan, record.structure)
+        self._alike[record.structure] = planned
 
         def compile_(number: int, inputs: Sequence[Any]) -> Callable[..., Any]:
-            program = plan.programs[number]
+            program = planned.programs[number]
             spec = among_sizes(GraphSpec.of(program), graph, inputs)
             if any(map(fake.is_size, inputs)):
                 spec = replace(spec, tangent_layouts={})
-            return self._program(graph, inputs, program, spec, exactly, warn_of_it=False)[0]
+            return self._compile_program(graph, inputs, program, spec, exactly, warn_of_it=False)[0]
 
         def compile_later(number: int, inputs: Sequence[Any]) -> Callable[..., Any]:
             try:
@@ -216,26 +225,28 @@ class PlanBackend:
                 unplanned("a part of the forward", error, AROUND)
                 return as_written(graph).forward
 
-        programs: dict[int, Callable[..., Any]] = {plan.number(record.programs[0]): first}
+        programs: dict[int, Callable[..., Any]] = {planned.number(record.programs[0]): first}
         # Programs of other graphs are compiled when they are needed. With symbolic sizes all are compiled
         # now: Dynamo knows these sizes only here.
         symbolic = any(map(fake.is_size, example_inputs))
-        own = {plan.order[i] for i in plan.of_graph[record.occurrence]}
-        for number in range(len(plan.programs)) if symbolic else own:
+        own = {planned.order[i] for i in planned.of_graph[record.occurrence]}
+        for number in range(len(planned.programs)) if symbolic else own:
             if number not in programs:
                 programs[number] = compile_(number, example_inputs)
         return Executions(
-            plan,
+            planned,
             record.occurrence,
             programs,
-            compile_later if len(programs) < len(plan.programs) else None,  # it would hold the graph
+            # It holds the graph, so it is passed only if it is needed.
+            compile_later if len(programs) < len(planned.programs) else None,
             self._calls,
-            partial(self._shared, plan),
+            partial(self._shared, planned),
             self._beyond_executions,
         )
 
-    def _shared(self, plan: Alike, strayed: bool) -> None:
-        for record in plan.records:
+    def _shared(self, planned: Alike, strayed: bool) -> None:
+        """Note that a graph begins to run for other layers too; ``strayed`` as for :class:`Executions`."""
+        for record in planned.records:
             self._path.follow(record)
         if strayed:
             warn(
@@ -245,6 +256,7 @@ class PlanBackend:
             )
 
     def _beyond_executions(self, planned: int) -> None:
+        """Warn, once, that a graph runs more often in a step than the planned number of times."""
         if not self._warned_of_shapes() and not self._warned_of_executions:
             self._warned_of_executions = True
             warn(
@@ -253,7 +265,7 @@ class PlanBackend:
                 "chance leaves parts out (layerdrop), plan with its probability at 0, and set it back then"
             )
 
-    def _program(
+    def _compile_program(
         self,
         graph: GraphModule,
         example_inputs: Sequence[Any],
@@ -263,7 +275,11 @@ class PlanBackend:
         *,
         warn_of_it: bool = True,
     ) -> tuple[CompiledGraph, GraphRecord | None]:
-        """A graph compiled to run one program, and the plan's graph that it turned out to be."""
+        """Compile a graph to run one program: how the plan runs the graph in one of its executions.
+
+        Returns:
+            The compiled graph, and the plan's graph that it turned out to be, if any.
+        """
         warn_once = warn if warn_of_it else (lambda _text: None)
         followed, exact = record, False
         target = self._plan.target
@@ -306,7 +322,7 @@ class PlanBackend:
         read_again = ReadAgain(self._plan, graph, example_inputs, self._host)
         unused = spec.unused_outputs
         context = HookContext(graph, self._plan, unused, self._autocast, self._calls, warn)
-        # Outputs are replaced before other hooks look at them.
+        # UnusedOutputs replaces outputs before the hooks behind it look at them.
         hooks: list[GraphHook] = [backward, UnusedOutputs(unused), *hooks_for(context), read_again]
         compiled = trace_joint(
             graph,
@@ -318,9 +334,9 @@ class PlanBackend:
             compile_backward=compile_backward,
             autocast=AutocastContext.here(),
         )
-        if exact:  # other operations make other programs, and were warned of
-            self._look_at_programs(followed, lower, warn_once)
-        if record is not None and compiled.followed != spec:  # without a record the spec was a guess
+        if exact:  # for other operations Inductor emits other programs anyway: the user was warned of these
+            self._warn_of_other_programs(followed, lower, warn_once)
+        if record is not None and compiled.followed != spec:  # without a record `spec` is only a guess
             summed = spec.per_use_inputs - compiled.followed.per_use_inputs
             relaid = spec.tangent_layouts.keys() - compiled.followed.tangent_layouts.keys()
             where = f"input {min(summed)}" if summed else f"output {min(relaid)}"
@@ -330,10 +346,10 @@ class PlanBackend:
             )
         return CompiledGraph(compiled.call, hooks), followed
 
-    def _look_at_programs(
+    def _warn_of_other_programs(
         self, record: GraphRecord | None, lower: Lowering, warn: Callable[[str], None]
     ) -> None:
-        """Warn where Inductor emits other programs than those whose peak the plan predicts."""
+        """Warn if Inductor emits other programs than those whose peak the plan predicts."""
         found = getattr(lower, "digests", None)
         if record is None or found is None or not record.emitted or self._warned_of_shapes():
             return
@@ -345,8 +361,8 @@ class PlanBackend:
             )
 
     def _record_of(self, structure: str) -> GraphRecord | None:
-        """The plan's next graph of a structure: layers of the same code are captured in their order, once for
-        the planned shapes and again for others."""
+        """The plan's next graph of a structure. Layers of the same code are graphs of one structure, which
+        Dynamo captures in their order: once for the planned shapes, and again for others."""
         matching = [g for g in self._plan.graphs if g.structure == structure and not g.places]
         count = self._captured[structure]
         self._captured[structure] += 1
@@ -360,10 +376,12 @@ class PlanBackend:
     def _sequence(
         self, graph: GraphModule, record: GraphRecord | None, joint: JointGraph, warn: Callable[[str], None]
     ) -> tuple[Sequence[int], Sequence[int], Mapping[int, int]]:
-        """The operations that a graph's backward runs, in order, those of them that read bits or fetch, and
-        behind which operations what they fetch has been sent.
+        """The schedule of a graph's backward. Warns if it is not exactly the plan's.
 
-        Warns where the plan is not followed exactly.
+        Returns:
+            The operations that the backward runs, by index, in order; those of them that unpack bits or fetch
+            a result from the host; and for each result that is sent there, the operation behind which it has
+            arrived.
         """
         if record is None:
             remapped = max((remap_schedule(g, joint) for g in self._plan.graphs), key=lambda a: a.followed)

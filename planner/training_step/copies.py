@@ -19,7 +19,7 @@ from planner._torch.without_data import fake_values
 from planner._torch.without_data.answers import Answers
 from planner.errors import CaptureError
 from planner.heap import collector_off
-from planner.module_copies import KEPT, attribute_of, copied_module, referring_to
+from planner.module_copies import IMMUTABLE, attribute_of, copied_module, referring_to
 from planner.module_parts import buffers_of, parameters_of, parts_of, tensors_of
 from planner.training_step.arrivals.copied import CopiedHooks
 from planner.training_step.arrivals.on_copies import put_hooks_on_copies
@@ -234,8 +234,8 @@ class _RequiresGrad:
 
 
 def _is_plain(value: Any) -> bool:
-    leaves = [value] if type(value) in KEPT else pytree.tree_leaves(value)
-    return all(type(v) in KEPT or (isinstance(v, torch.Tensor) and v.grad_fn is None) for v in leaves)
+    leaves = [value] if type(value) in IMMUTABLE else pytree.tree_leaves(value)
+    return all(type(v) in IMMUTABLE or (isinstance(v, torch.Tensor) and v.grad_fn is None) for v in leaves)
 
 
 def _not_copied(error: Exception) -> str:

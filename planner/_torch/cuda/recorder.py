@@ -48,7 +48,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = torch.cuda.graph_pool_handle()
-        # One stream for all recordings: a freed block of the pool is reused only on the stream it was made on.
+        # One for all recordings: a freed block of the pool is reused only on the stream that it was made on.
         self._stream = torch.cuda.Stream(device)
 
     def where(self) -> object:

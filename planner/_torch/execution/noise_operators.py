@@ -1,8 +1,8 @@
-"""Dropout's noise, and masks, as bits.
+"""Packs dropout's noise, and boolean masks, to bits.
 
-Eager's dropout on the CPU saves its noise, a tensor of zeros and of one other number, as large as what it
-drops: with bits in its place a thirty-second of it is kept, and no number is drawn again. Noise and booleans
-are packed as they lie in memory, in the order of their storage.
+Eager's dropout on the CPU saves its noise: a tensor of the input's size, of zeros and one other number. Bits
+take a thirty-second of what float32 takes, and no random number is drawn again. Elements are packed in the
+order of the storage, whatever the strides are.
 """
 
 import functools
@@ -14,25 +14,29 @@ from planner._torch import fake
 from planner._torch.execution.mask_operators import pack_bits
 
 _CHUNK = 1 << 18
-"""Elements that are packed or unpacked at once: as much as stays in a core's cache."""
+"""Elements that are packed or unpacked at once: they stay in a core's cache."""
 
 _SUMMED = frozenset({torch.float32, torch.float64})
-"""Types in which sums of eight such numbers are exact to less than a half."""
+"""Types that are packed by a matrix product: their rounding errors in a sum of eight terms, at most 255, stay
+below a half."""
 
 
-def pack(mask: torch.Tensor, kept: float) -> torch.Tensor:
-    """Which elements of a mask, or of dropout's noise, are not zero, as bits in the order of its memory.
+def pack(mask: torch.Tensor, nonzero: float) -> torch.Tensor:
+    """Pack a mask, or dropout's noise: a bit for each element, 1 where it is not zero.
 
     Args:
         mask: A tensor that fills its storage.
-        kept: What those of its elements are that are not zero.
+        nonzero: The value of all its elements that are not zero.
+
+    Returns:
+        uint8, in one dimension; the lowest bit of a byte is the first element.
     """
     count = mask.numel()
     flat = mask.as_strided((count,), (1,))
     packed = torch.empty((count + 7) // 8, dtype=torch.uint8, device=mask.device)
     weights = None
-    if mask.dtype in _SUMMED:  # a byte is the sum of the powers of two at which elements are not zero
-        weights = torch.tensor([2.0**i / kept for i in range(8)], dtype=mask.dtype, device=mask.device)
+    if mask.dtype in _SUMMED:  # a byte is the product of its eight elements with these
+        weights = torch.tensor([2.0**i / nonzero for i in range(8)], dtype=mask.dtype, device=mask.device)
     for start in range(0, count, _CHUNK):
         part = flat[start : start + _CHUNK]
         if weights is not None and len(part) % 8 == 0:
@@ -43,17 +47,17 @@ def pack(mask: torch.Tensor, kept: float) -> torch.Tensor:
     return packed
 
 
-def unpack(packed: torch.Tensor, count: int, dtype: torch.dtype, kept: float) -> torch.Tensor:
-    """The elements that :func:`pack` packed, in one dimension.
+def unpack(packed: torch.Tensor, count: int, dtype: torch.dtype, nonzero: float) -> torch.Tensor:
+    """Unpack the elements that :func:`pack` packed, in one dimension.
 
     Args:
         packed: Their bits.
-        count: How many there are.
+        count: Their number.
         dtype: Their type.
-        kept: What those are that are not zero.
+        nonzero: The value of those that are not zero.
     """
     flat = torch.empty(count, dtype=dtype, device=packed.device)
-    table = _bytes_of(dtype, kept, packed.device)
+    table = _elements_of_bytes(dtype, nonzero, packed.device)
     whole = count // 8
     rows = flat[: 8 * whole].view(-1, 8)
     for start in range(0, whole, _CHUNK // 8):
@@ -65,17 +69,18 @@ def unpack(packed: torch.Tensor, count: int, dtype: torch.dtype, kept: float) ->
 
 
 @functools.cache
-def _bytes_of(dtype: torch.dtype, kept: float, device: torch.device) -> torch.Tensor:
-    """For each byte the eight elements that it stands for."""
+def _elements_of_bytes(dtype: torch.dtype, nonzero: float, device: torch.device) -> torch.Tensor:
+    """For each of the 256 bytes the eight elements that it stands for."""
     with fake.without_modes():
         bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
         elements = bits.to(dtype)
-        return (elements if kept == 1.0 else elements.mul_(kept)).to(device)
+        return (elements if nonzero == 1.0 else elements.mul_(nonzero)).to(device)
 
 
 @functools.cache
 def noise_of(divisor: float, dtype: torch.dtype) -> float:
-    """What dropout's noise is where it is not zero: one, divided by the probability to keep an element."""
+    """The value of dropout's noise where it is not zero: one, divided by the probability to keep an element,
+    as ``div_`` rounds it."""
     with fake.without_modes():
         return float(torch.ones(1, dtype=dtype).div_(divisor))
 
@@ -89,8 +94,8 @@ def _defined(schema: str, function: Any) -> Any:
     return getattr(torch.ops.planner, name).default
 
 
-PACK_NOISE = _defined("pack_noise(Tensor mask, float kept) -> Tensor", pack)
+# Operators, as only these are measured and costed. A replayed step calls the functions.
+PACK_NOISE = _defined("pack_noise(Tensor mask, float nonzero) -> Tensor", pack)
 UNPACK_NOISE = _defined(
-    "unpack_noise(Tensor packed, int count, ScalarType dtype, float kept) -> Tensor", unpack
+    "unpack_noise(Tensor packed, int count, ScalarType dtype, float nonzero) -> Tensor", unpack
 )
-"""For measuring what these take."""

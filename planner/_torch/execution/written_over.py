@@ -1,9 +1,9 @@
 """Operators of the backward that write their result over a saved tensor, instead of allocating it.
 
-A node of autograd calls an operator on the gradient and a tensor that it saved, which allocates the result. If
-nothing reads the saved tensor afterwards, its memory can hold the result: the bits are the same, and less is
-allocated. The node gets the saved tensor as a :class:`WrittenOver`, whose ``__torch_dispatch__`` calls the
-operator's ``out=`` overload.
+A node of autograd calls an operator on the gradient and a tensor that it saved, and the operator allocates
+its result. If nothing reads the saved tensor afterwards, its memory can hold the result: the bits are the
+same, and less is allocated. The node gets the saved tensor as a :class:`WrittenOver`, whose
+``__torch_dispatch__`` calls the operator's ``out=`` overload.
 """
 
 import functools
@@ -39,7 +39,7 @@ _VMAP = torch._C._dispatch_key_parse("VmapMode")
 
 
 def is_held_alone(tensor: torch.Tensor, beside: int = 0) -> bool:
-    """Whether nothing holds a tensor's memory but the tensor, its base if it is a view, and `beside` others."""
+    """Whether nothing holds a tensor's memory but itself, its base if it is a view, and `beside` others."""
     return _holders(tensor) - tensor._is_view() - beside <= _holders_of_one()
 
 

@@ -205,7 +205,8 @@ class NewShapes:
         diff = f"the inputs are {others} those that were planned: {self._differences(shapes)}"
         if self._policy == "reapply" and self._predictions >= MOST_PREDICTIONS:
             warn(
-                f"{diff}. After {MOST_PREDICTIONS} predictions its peak is not predicted any more. {_PLAN_LARGEST}"
+                f"{diff}. After {MOST_PREDICTIONS} predictions its peak is not predicted any more. "
+                f"{_PLAN_LARGEST}"
             )
             return first
         if self._policy == "replan" and budget is None and len(self._programs) >= MOST_PLANS:
@@ -218,7 +219,7 @@ class NewShapes:
             else:
                 peak_bytes, total = self._taken_by(first, prepared)
         except Exception as error:
-            # A replay follows the forward along another path, with a warning: nobody asked for an error there.
+            # A replay follows the forward along another path, with a warning: that is no refusal.
             other_path = isinstance(error, PlanMismatch) and self._target.backend == "replay"
             if is_meant(error) and not other_path:
                 raise
@@ -255,8 +256,8 @@ class NewShapes:
         return peak, whole.total_bytes + self._unknown_optimizer_bytes()
 
     def _programs_for(self, shapes: Shapes) -> list[Program]:
-        """The programs that may run such shapes: those made for the same inputs, or all of them if no plan may
-        be added."""
+        """The programs that may run such shapes: those made for the same inputs, or all if no plan may be
+        added."""
         any_of_them = self._policy != "replan" or len(self._programs) >= MOST_PLANS
         return [p for p in self._programs if any_of_them or p.planned.keys() == shapes.keys()]
 
@@ -336,7 +337,7 @@ class NewShapes:
         return Program(plan, shapes, planned, others, [shapes], paths)
 
     def _replanned(self, prepared: Prepared, reason: str) -> PlanRecord:
-        """Make a new plan. The last that may be made is for the least memory, as it runs all larger inputs."""
+        """Make a new plan. The last one is made for the least memory, as it runs all larger inputs."""
         from planner.planning.solve import plan_prepared
 
         target = self._target
@@ -357,13 +358,13 @@ class NewShapes:
         return made
 
     def _unknown_optimizer_bytes(self) -> int:
-        """Bytes of optimizer state in the plan if the optimizer is not known here, as with a plan from a file;
-        else 0: a new prediction then counts the state itself."""
+        """Bytes of optimizer state in the plan if the optimizer is not known here, as with a plan from a
+        file; else 0, as new predictions then count the state themselves."""
         return self._optimizer_bytes if self._options.optimizer is None else 0
 
     def _named(self, pairs: Any) -> Iterator[tuple[str, Any]]:
-        """Pairs of a path and something else, with ``args[0]`` and ``kwargs['x']`` in the path replaced by the
-        name of the forward's parameter: so an input has one name, passed by position or by keyword."""
+        """The same pairs, with the name of the forward's parameter instead of ``args[0]`` or ``kwargs['x']``
+        in their paths: an input has one name, whether it is passed by position or by keyword."""
         for path, of_input in pairs:
             kind, _, rest = path.partition("[")
             inside, _, deeper = rest.partition("]")
