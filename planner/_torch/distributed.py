@@ -167,7 +167,7 @@ class ShardedUnit:
         reshards: Whether gathered parameters are freed after the backward.
         prefetches: Whether the user set which units to gather ahead in the backward.
         offloads: Whether the parameters are kept on the CPU, although another device computes with them.
-        output_dtype: That of the mixed-precision policy.
+        output_dtype: The ``output_dtype`` of the mixed-precision policy.
         overrides: Whether the policy differs for some of the parameters (from torch 2.15 on).
     """
 

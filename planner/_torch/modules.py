@@ -90,7 +90,7 @@ def hooks_inside(module: torch.nn.Module) -> tuple[int, ...]:
 
 
 def installed_call(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """What is installed in place of a module's call (by us or by ``module.compile()``)."""
+    """The function that runs instead of a module's call, installed by us or by ``module.compile()``."""
     return module._compiled_call_impl
 
 
@@ -101,7 +101,7 @@ def install_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> No
 
 
 _FRAMES_TO_A_CALL = 8
-"""What is installed is called by ``_wrapped_call_impl``, with a few wrappers in between."""
+"""Frames from an installed call up to ``_wrapped_call_impl``, which calls it, a few wrappers included."""
 
 
 def called_instead_of(module: torch.nn.Module, installed: object) -> torch.nn.Module | None:

@@ -16,8 +16,9 @@ def within_ratio(module: torch.nn.Module, ratio: float) -> Iterator[Any]:
     """The module compiled with ``activation_memory_budget``, which counts at the first call.
 
     Args:
-        module: The module; it stays as it is.
-        ratio: Of the bytes that would be saved for the backward: 1 recomputes nothing costly.
+        module: The module, which is not changed.
+        ratio: The share that may be saved of the bytes that would be saved for the backward: 1 recomputes
+            nothing costly.
     """
     torch._dynamo.reset()
     try:

@@ -1,10 +1,10 @@
 """Segments that are reserved before a training loop begins, so that less is lost between blocks.
 
-The caching allocator takes segments as requests come, and what no later request can use of them is lost.
-Where all requests are known beforehand, a few segments suffice that together are hardly larger than what is
-in use at once: a block of that size is allocated and freed before the first step, its segment stays reserved,
-and requests are cut out of it. Which sizes these have is searched for by simulating the loop's large blocks.
-Blocks of at most 1 MiB lie in segments of 2 MiB of their own, with an arena as without.
+The caching allocator takes segments as requests come, and the parts that no later request can use are lost.
+If all requests are known beforehand, a few segments suffice that together are hardly larger than the most
+bytes in use at once. To reserve one, a block of its size is allocated and freed before the first step: its
+segment stays reserved, and requests are cut out of it. The sizes are searched for by simulating the loop's
+large blocks. Blocks of at most 1 MiB lie in segments of 2 MiB of their own, with an arena as without.
 """
 
 import random
@@ -17,29 +17,29 @@ from planner.allocator.settings import LARGE_ROUNDING, MIN_LARGE_REQUEST, SMALL_
 _SETTINGS = AllocatorSettings()
 MOST_SEGMENTS = 6
 MOST_EVENTS = 1_000_000
-"""Allocations and frees that a search simulates; the try that reaches so many is the last."""
+"""Allocations and frees that a search simulates. The try that reaches this number is the last."""
 THOROUGH_EVENTS = 5_000_000
-"""Those that a search for a plan that is stored simulates, as long as ``_FAR`` is lost."""
+"""The same for a plan that is stored, as long as more than ``_FAR`` is lost."""
 _NEAR, _FAR = 1 / 500, 1 / 20
-"""Of the most that is in use. Nearer to it than the first nothing is searched for, nor nearer than the other
-once ``MOST_EVENTS`` are simulated."""
+"""Shares of the most bytes in use. The search ends when less than ``_NEAR`` is lost, and once ``MOST_EVENTS``
+are simulated when less than ``_FAR`` is."""
 _PATIENCE = 60
 """Tries that improve nothing before the search begins anew from other segments."""
 _SHARES = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, -0.01, -0.02, -0.03, -0.05, -0.1, -0.15, -0.2)
-"""What single segments are larger by than the most that is in use."""
+"""By which share of the most bytes in use a single segment is larger, for the first tries."""
 _BEGIN_WITHIN = 1.03
-"""Of the best so far: at most so much is reserved where the search begins anew."""
+"""A search that begins anew begins with segments that reserve at most this times the least bytes so far."""
 _BY_SIZE = 0.7
-"""Blocks are drawn by this power of their size: the holes that matter are those between large ones."""
+"""A block is drawn with a weight of its size to this power: the holes that matter lie between large ones."""
 
 Event = tuple[int, int]
-"""The number of a block, and its bytes where it is allocated, none where it is freed; a block of the number
-``_AT_ONCE`` is freed at once."""
+"""The number of a block, and its bytes if it is allocated, or 0 if it is freed."""
 _AT_ONCE = -1
+"""The number of each block that is allocated and freed at once: one event stands for both."""
 
 
 class Recorder:
-    """Takes the place of an allocator, and notes what it is asked for of the large pool.
+    """Takes the place of an allocator, and notes the requests for the large pool.
 
     Attributes:
         events: Allocations and frees.
@@ -50,7 +50,7 @@ class Recorder:
         self._count = 0
 
     def count_from(self, other: "Recorder") -> None:
-        """Number blocks on from those of another one, so that these can be freed here."""
+        """Give new blocks numbers above those of another recorder, so that its blocks can be freed here."""
         self._count = other._count
 
     def malloc(self, size: int) -> int:
@@ -78,7 +78,7 @@ class LargePool:
     for one stream and without addresses that mean anything: several times as fast.
 
     Attributes:
-        reserved_bytes: Of its segments.
+        reserved_bytes: Bytes of its segments.
     """
 
     reserved_bytes: int = 0
@@ -89,7 +89,7 @@ class LargePool:
     _next: int = 0
 
     def copy(self) -> "LargePool":
-        """Another one in this state."""
+        """A pool in the same state."""
         free, sizes, begins, used = self._free, self._sizes, self._begins, self._used
         copied = free.copy(), sizes.copy(), begins.copy(), used.copy()
         return LargePool(self.reserved_bytes, *copied, self._next)
@@ -99,10 +99,10 @@ class LargePool:
         self.run((_AT_ONCE, size) for size in segments)
 
     def run(self, events: Iterable[Event], most_bytes: float = float("inf")) -> int:
-        """Allocate and free, until more than so much is reserved.
+        """Allocate and free, until more than `most_bytes` are reserved.
 
         Returns:
-            How many of the events there were.
+            The number of events that were run.
         """
         free, sizes, begins, used = self._free, self._sizes, self._begins, self._used
         count = 0
@@ -149,11 +149,11 @@ class LargePool:
 
 @dataclass(frozen=True)
 class Arena:
-    """What to reserve before a loop.
+    """The segments to reserve before a loop.
 
     Attributes:
-        segments: Bytes of each segment, ascending, no two alike; none where they would save nothing.
-        saved_bytes: By how much less is reserved with them than without.
+        segments: Bytes of each segment, ascending, no two alike; empty if they would save nothing.
+        saved_bytes: The bytes that are reserved less with them than without.
     """
 
     segments: tuple[int, ...] = ()
@@ -161,12 +161,12 @@ class Arena:
 
 
 def find_arena(before: Sequence[Event], loop: Sequence[Event], most_events: int = MOST_EVENTS) -> Arena:
-    """The segments with which least is reserved, of those that are tried.
+    """Find the segments with which the fewest bytes are reserved.
 
     Args:
-        before: What happens before they are reserved.
-        loop: What happens afterwards.
-        most_events: How many of these are simulated in all.
+        before: The events before the segments are reserved.
+        loop: The events afterwards.
+        most_events: The number of events that are simulated, all tries together.
     """
     search = _Search(before, loop, most_events)
     search.run()
@@ -174,11 +174,11 @@ def find_arena(before: Sequence[Event], loop: Sequence[Event], most_events: int 
 
 
 class _Search:
-    """Tries segments: one, then several, of which sizes are changed as long as that does no harm.
+    """Tries one segment, then several, whose sizes it changes as long as no more is reserved than before.
 
     Attributes:
         best: The best segments.
-        best_bytes, without_bytes: What is reserved with these, and without any.
+        best_bytes, without_bytes: The bytes that are reserved with these, and without any.
     """
 
     def __init__(self, before: Sequence[Event], loop: Sequence[Event], most_events: int) -> None:
@@ -223,7 +223,7 @@ class _Search:
         return self._left <= 0 or self.best_bytes <= enough
 
     def _try(self, segments: tuple[int, ...], most_bytes: int) -> int | None:
-        """What is reserved with these segments; None where it is more than so much."""
+        """The bytes that are reserved with these segments; None if they are more than `most_bytes`."""
         pool = self._start.copy()
         pool.reserve(segments)
         self._left -= len(segments)
@@ -236,7 +236,8 @@ class _Search:
         return pool.reserved_bytes
 
     def _some(self) -> tuple[int, ...]:
-        """About as much as is in use, in a few segments of whole numbers of blocks."""
+        """A few segments at random, which together hold about the most bytes in use. All but one have the
+        size of a few blocks."""
         draw = self._random
         found = [self._peak * (1 + draw.uniform(0, 0.08))]
         for _ in range(draw.randrange(MOST_SEGMENTS)):
@@ -247,10 +248,11 @@ class _Search:
         return _segments(found)
 
     def _block(self) -> int:
+        """The size of a block of the loop, drawn at random, large ones more often."""
         return self._random.choices(self._blocks, self._weights)[0]
 
     def _changed(self, segments: tuple[int, ...]) -> tuple[int, ...]:
-        """The segments, one of them of another size, cut in two, or joined to another."""
+        """The segments after a random change: one gets another size, is cut in two, or joined to another."""
         draw, found = self._random, list[float](segments)
         at, to, block = draw.randrange(len(found)), draw.randrange(len(found)), self._block()
         way = draw.choice(("size", "move", "move", "cut", "join"))
@@ -270,7 +272,7 @@ class _Search:
 
 
 def most_in_use(events: Iterable[Event]) -> int:
-    """The most bytes of blocks that are there at once."""
+    """The most bytes of blocks that are in use at once."""
     now = most = 0
     there: dict[int, int] = {}
     for number, size in events:

@@ -13,13 +13,13 @@ class Block:
     """A contiguous part of a segment, linked to the parts next to it.
 
     Attributes:
-        address, size: Where it is, in bytes.
-        requested: Bytes that were asked for, where it is in use.
-        used: It is in use, not cached.
-        mapped: There is memory behind its addresses; without expandable segments there always is.
+        address, size: In bytes.
+        requested: The bytes that were asked for if it is in use.
+        used: Whether it is in use; else it is cached.
+        mapped: Whether there is memory behind its addresses; without expandable segments there always is.
         before, after: Its neighbours in the segment.
         expandable: The expandable segment that it is in.
-        cached_at: How many requests its pool had seen when it was cached.
+        cached_at: The number of requests that its pool had seen when it was cached.
     """
 
     __slots__ = (

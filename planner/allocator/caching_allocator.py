@@ -29,12 +29,12 @@ _FIRST_ADDRESS = 0x7F00_0000_0000
 _UNLIMITED = 1 << 46
 
 TraceEntry = tuple[str, int, int, int]
-"""What happened ("alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map",
-"segment_unmap", "oom"), and the address, bytes and stream of it."""
+"""An action ("alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map",
+"segment_unmap", "oom"), and the address, bytes and stream of the block or segment."""
 
 
 class SimulatedOutOfMemory(PlannerError):
-    """The device has no memory for a request, even after all that is unused was given back."""
+    """The device has no memory for a request, even after all unused segments were given back."""
 
 
 class CachingAllocator:
@@ -43,8 +43,8 @@ class CachingAllocator:
     Attributes:
         reserved_bytes: Segments, as ``torch.cuda.memory_reserved()`` counts them.
         allocated_bytes: Blocks in use, as ``torch.cuda.memory_allocated()`` counts them.
-        requested_bytes: What was asked for of them.
-        peak_reserved_bytes, peak_allocated_bytes: The most there were.
+        requested_bytes: The bytes of these blocks that were asked for, before rounding.
+        peak_reserved_bytes, peak_allocated_bytes: The most that the first two were.
         retries: How often all unused segments were given back for a request.
     """
 
@@ -58,10 +58,10 @@ class CachingAllocator:
     ) -> None:
         """
         Args:
-            settings: Those of PyTorch by default.
-            memory_bytes: What the device has for segments; None for any amount.
-            allowed_bytes: What ``torch.cuda.set_per_process_memory_fraction`` allows of it.
-            trace: A list to which everything that happens is added.
+            settings: None for PyTorch's defaults.
+            memory_bytes: The memory that the device has for segments; None for any amount.
+            allowed_bytes: The part of it that ``torch.cuda.set_per_process_memory_fraction`` allows.
+            trace: A list to which every event is added.
         """
         self.settings = settings or AllocatorSettings()
         self.memory_bytes, self.allowed_bytes = memory_bytes, allowed_bytes
@@ -126,7 +126,7 @@ class CachingAllocator:
         block.pool.cache(block)
 
     def empty_cache(self) -> None:
-        """Give the device back what is not in use, as ``torch.cuda.empty_cache()`` does."""
+        """Give unused segments back to the device, as ``torch.cuda.empty_cache()`` does."""
         for pool in (self._large, self._small):
             unused = pool.cached()
             for block in unused:

@@ -27,13 +27,13 @@ class SnapshotError(PlannerError, ValueError):
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a device's allocator did while its history was recorded.
+    """The events of a device's allocator while its history was recorded.
 
     Attributes:
-        device: Its number.
-        before: Address, size and stream of what was in use when recording began.
-        events: Action, address, size and stream of each event.
-        peak_reserved_bytes: The most that was reserved at any time of it.
+        device: The number of the device.
+        before: Address, size in bytes and stream of each block that was in use when recording began.
+        events: Action, address, size in bytes and stream of each event.
+        peak_reserved_bytes: The most bytes that were reserved meanwhile.
     """
 
     device: int
@@ -44,12 +44,12 @@ class RecordedRun:
 
 @dataclass(frozen=True)
 class Replay:
-    """A recorded run under some settings.
+    """The result of a recorded run under some settings.
 
     Attributes:
-        reserved_bytes: The most that is reserved.
-        allocated_bytes: The most that is in use.
-        failed_at: The number of the event that is out of memory; None where none is.
+        reserved_bytes: The most bytes that are reserved.
+        allocated_bytes: The most bytes that are in use.
+        failed_at: The number of the event that runs out of memory; None if none does.
     """
 
     reserved_bytes: int
@@ -63,11 +63,11 @@ _PLAIN = (
     "EMPTY_LIST LIST APPEND APPENDS EMPTY_DICT DICT SETITEM SETITEMS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 "
     "GET BINGET LONG_BINGET PUT BINPUT LONG_BINPUT MEMOIZE GLOBAL STACK_GLOBAL"
 )
-"""What pickles of plain data are made of, and the names of classes, which are refused by name."""
+"""The opcodes of pickles of plain data, and those that name a class, so that the error can name it."""
 
 
 class _Known(dict[int, Any]):
-    """What reads each code of a pickle."""
+    """By opcode of a pickle: the function that reads it."""
 
     def __missing__(self, code: int) -> Any:
         raise pickle.UnpicklingError(f"it holds more than plain data (the code {bytes([code])!r})")
@@ -76,8 +76,8 @@ class _Known(dict[int, Any]):
 class _PlainData(pickle._Unpickler):
     """Snapshots are dictionaries, lists, numbers and text; nothing else is loaded, as it could run code.
 
-    It is the unpickler that Python has in Python, some times slower than the one in C: that one makes a table
-    as large as a file of ten bytes says, of tens of gigabytes.
+    It derives from Python's unpickler that is written in Python, several times slower than the one in C. But
+    a file of ten bytes can make the one in C allocate a table of tens of gigabytes.
     """
 
     dispatch: ClassVar[dict[int, Any]] = _Known(
@@ -173,7 +173,7 @@ _Events = Sequence[tuple[str, int, int, int]]
 
 
 def _before(segments: Sequence[Mapping[str, Any]], events: _Events) -> tuple[tuple[int, int, int], ...]:
-    """What was in use when recording began: it was freed without having been allocated, or is still there."""
+    """The blocks in use when recording began: freed without having been allocated, or still in use."""
     here: dict[int, tuple[int, int]] = {}
     for segment in segments:
         address = _whole(segment["address"])
@@ -204,14 +204,15 @@ def _peak_reserved(segments: Sequence[Mapping[str, Any]], events: _Events) -> in
 
 
 def replay(run: RecordedRun, settings: AllocatorSettings, memory_bytes: int | None = None) -> Replay:
-    """Run what was recorded through the simulated allocator.
+    """Run recorded events through the simulated allocator.
 
-    What was in use when recording began is allocated first, by address: what was cached then is not known.
+    Blocks that were in use when recording began are allocated first, by address. The blocks that were cached
+    then are not known.
 
     Args:
         run: The recorded run.
-        settings: Of the allocator.
-        memory_bytes: What the device has; None for any amount.
+        settings: The settings of the simulated allocator.
+        memory_bytes: The memory of the device; None for any amount.
     """
     allocator = CachingAllocator(settings, memory_bytes=memory_bytes)
     here: dict[int, int] = {}

@@ -19,11 +19,11 @@ class RecordedLoop:
     """A loop that ran through the simulated allocator.
 
     Attributes:
-        allocator: As it was at the end.
+        allocator: The allocator, in its state at the end.
         trace: Its events.
-        moments: What each event belongs to.
-        seconds: When each event is, from the beginning of the first step.
-        allocated_bytes, reserved_bytes: After each event.
+        moments: The place in the loop of each event.
+        seconds: The time of each event, from the beginning of the first step.
+        allocated_bytes, reserved_bytes: The bytes in use and reserved after each event.
     """
 
     allocator: CachingAllocator
@@ -35,7 +35,7 @@ class RecordedLoop:
 
 
 def record(loop: TrainingLoop, settings: AllocatorSettings | None = None) -> RecordedLoop:
-    """Run a loop, and keep all that the allocator does."""
+    """Run a loop through the simulated allocator, and note each of its events."""
     trace: list[TraceEntry] = []
     allocator = CachingAllocator(settings, trace=trace)
     moments: list[Moment] = []
@@ -62,7 +62,7 @@ def record(loop: TrainingLoop, settings: AllocatorSettings | None = None) -> Rec
 
 
 class _Clock:
-    """When operations begin, one after the other."""
+    """Finds the seconds at which operations begin, one after the other."""
 
     def __init__(self) -> None:
         self._now, self._run, self._begin = 0.0, None, 0.0
@@ -90,7 +90,7 @@ class _Clock:
 
 
 def snapshot(recorded: RecordedLoop) -> dict[str, Any]:
-    """What ``torch.cuda.memory._snapshot()`` would return at the end of the loop."""
+    """The dictionary that ``torch.cuda.memory._snapshot()`` would return at the end of the loop."""
     frames: dict[int, list[dict[str, Any]]] = {}
     events = []
     for (action, address, size, stream), moment, seconds in zip(
@@ -139,7 +139,7 @@ def _segment(blocks: Sequence[Any], frames: dict[int, list[dict[str, Any]]]) -> 
 
 
 def _frames(moment: Moment) -> list[dict[str, Any]]:
-    """What a viewer shows as the stack: the operation, its module, the phase of the step."""
+    """The frames that a viewer shows as the stack: the operation, its module, the phase of the step."""
     name, _, module = moment.what.partition(" @ ")
     phase = (
         f"{moment.phase} of step {moment.step + 1}" if moment.phase != "resident" else "before the first step"

@@ -11,11 +11,13 @@ from solvers.model.graph import Graph
 
 
 def cudnn_note(prepared: Prepared, graph: Graph, schedule: Schedule, step_bytes: PerStep) -> str | None:
-    """What is counted for convolutions, and what they can take at most; None where there is nothing to say.
+    """The text about the workspace that is counted for convolutions, and the most that they can take.
+
+    None if it is measured, or no convolution runs in cuDNN.
 
     Args:
         prepared: The captured step.
-        graph, schedule: What runs, in order.
+        graph, schedule: The operations, and the order in which they run.
         step_bytes: Live bytes over the step at each operation of the schedule.
     """
     device, captured = prepared.device, prepared.captured

@@ -21,21 +21,21 @@ from solvers.model.solution import Solution, Status
 from solvers.programs.lower_bound import lower_bound, sent_by_bound
 
 _LEAST_SHARE = 0.02
-"""Results of ReLU that together take less of the unplanned step's memory are not worth solving again."""
+"""A share of the unplanned step's peak: if all results of ReLU take less, the step is not solved again."""
 _LEAST_MASKS = 1 / 5000
 """The same for masks, which cost less to pack: those of labels take some kilobytes."""
 
 _SHARES = 0.6, 1.0
-"""Of the time of forward and backward, in which the link carries what is sent."""
+"""Shares of the time of forward and backward that the link may use, each tried."""
 
 _SHARES_OF_BOUND = 0.8, 1.0
-"""Of a link's bytes per second, for the programs that say what it carries within a budget."""
+"""Shares of the link's bytes per second, each tried in the lower bound's program, which selects results."""
 _PROGRAM_SECONDS = 2.0
-"""Wall seconds for each of these."""
+"""Wall seconds for each of these programs."""
 
 _BESIDE = 0.02
-"""Share of a transfer's time that counts where the link carries it while the step computes: of schedules that
-take as long, the one that sends less is taken."""
+"""The share of a transfer's time that counts if the step computes meanwhile: of schedules that take as long,
+the one that sends less is taken."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def offered(prepared: Prepared, constraints: Constraints) -> PackedProblem | Non
 
 
 def _free(prepared: Prepared, constraints: Constraints) -> list[Packing]:
-    """What may be packed: not that of which users insist to keep or to recompute it."""
+    """The packings of values that no constraint of the user keeps or recomputes."""
     pinned = np.zeros(len(prepared.problem.graph.values), dtype=bool)
     for insisted in (constraints.keep, constraints.recompute):
         if insisted is not None:
@@ -114,7 +114,7 @@ def offers_to_send(
 
 
 def _sent_by_bounds(prepared: Prepared, free: list[Packing], room: int) -> list[list[Packing]]:
-    """What the programs of the lower bound send, by shares of the link."""
+    """The results that the lower bound's program sends, for each share of the link."""
     graph, found = prepared.problem.graph, list[list[Packing]]()
     limit = prepared.options.time_limit / 8
     for share in _SHARES_OF_BOUND:
@@ -167,11 +167,11 @@ def followed(prepared: Prepared, offer: PackedProblem, solution: Solution) -> So
 
 
 def total_bytes(prepared: Prepared, offer: PackedProblem | None = None) -> Callable[[Schedule], int]:
-    """What says what the whole step of a schedule takes.
+    """A function that predicts the bytes of a schedule's whole step, and remembers them.
 
     Args:
         prepared: The step.
-        offer: The problem in which masks may be packed, where the schedules are of that.
+        offer: The problem in which masks may be packed, if the schedules are of that one.
     """
 
     known: dict[bytes, int] = {}
@@ -211,8 +211,8 @@ def fits(solved: Solved, room: int | None) -> bool:
 
 
 def better(first: Solved, second: Solved, room: int | None) -> Solved:
-    """Of two answers to a budget the better: the one that fits, then the faster; of two that do not fit, or
-    where the least peak is asked for (``room`` is None), that of the smaller peak."""
+    """The better of two answers to a budget: the one that fits, then the faster one. If neither fits, or if
+    the least peak is asked for (``room`` is None), the one of the smaller peak."""
 
     def rank(solved: Solved) -> tuple[bool, float, float]:
         seconds, peak = solved.solution.seconds, solved.solution.peak_bytes

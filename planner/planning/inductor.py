@@ -23,16 +23,18 @@ from solvers.model.schedule import simulate
 from solvers.model.solution import Solution, Status
 
 MOST_ATTEMPTS = 6
-"""How many schedules are lowered for a budget, besides the one that recomputes nothing."""
+"""The most schedules that are lowered for a budget, besides the one that recomputes nothing."""
 
 FUSIONS: tuple[Fusion, ...] = ("anywhere", "earlier", "in-order")
-"""Those of a schedule's programs: the fastest first. What is fused is read once, but held as long."""
+"""The ways to fuse a schedule's programs, the fastest first. A fused kernel reads a result once for all its
+operations, but they may lie far apart, and the result is held that long."""
 
 _NEAR = 0.97
-"""A peak of at least so much of what is allowed is not asked to be raised."""
+"""The share of the allowed peak from which on the search does not ask the solver for a higher one."""
 
 _FAR = 1.25
-"""A fusion that takes so many times what is allowed, and what another takes, is not tried again."""
+"""A way to fuse is not tried again if it takes more than this factor of the allowed bytes, and of the bytes
+that another way takes."""
 
 _LEAST_FACTORS = (1.1, 1.25, 1.5)
 """For the least peak: further allowances that are tried, as multiples of the least that the solver knows."""
@@ -41,19 +43,19 @@ _OLDEST = (7, 0)
 """The compute capability from which on Triton has kernels."""
 
 _AS_SOLVED = 1.01
-"""Programs that peak within this factor of what the solver says take what it knows."""
+"""Programs that peak within this factor of the solver's prediction count as predicted by it."""
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """A solution and what its programs take."""
+    """A solution and the memory of its programs."""
 
     solution: Solution
     step: EmittedStep
 
 
 def emitted_model(prepared: Prepared, fusion: Fusion = "in-order") -> EmittedStepModel:
-    """What says what schedules of a step take under Inductor, with what is fused in their programs.
+    """The model that predicts the memory of a step's schedules under Inductor, for a way to fuse.
 
     Raises:
         PlannerError: Inductor emits no programs for the device here, or the step needs data to be captured.
@@ -79,7 +81,7 @@ def emitted_model(prepared: Prepared, fusion: Fusion = "in-order") -> EmittedSte
 
 
 def _gpu(prepared: Prepared) -> Gpu:
-    """What Inductor asks of the GPU that is planned for, which is not here."""
+    """The properties that Inductor reads of the GPU that is planned for, which is not here."""
     device = prepared.device
     processor = processor_of(device)
     if device.kind != "cuda" or not device.cudnn or processor.capability < _OLDEST:
@@ -158,7 +160,7 @@ class _Lowering:
         return Lowered(solution, min(steps, key=lambda step: step.peak_bytes))
 
     def step(self, schedule: Schedule, fusion: Fusion) -> EmittedStep:
-        """What the programs of a schedule take."""
+        """The memory of a schedule's programs."""
         key, known = (schedule.tobytes(), fusion), self._known
         if key not in known:
             done = len(known) / (len(known) + MOST_ATTEMPTS)

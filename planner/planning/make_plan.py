@@ -224,10 +224,10 @@ def make_plan(
 
 
 def failed(failures: Mapping[str, str]) -> str:
-    """What to say of operations whose workspace could not be measured.
+    """The text about operations whose workspace could not be measured.
 
     Args:
-        failures: Why, by the signature of the call.
+        failures: By the signature of the call: the reason.
     """
     count = "1 operation" if len(failures) == 1 else f"{len(failures)} operations"
     call, reason = next(iter(failures.items()))

@@ -379,10 +379,8 @@ def find_solver(name: str) -> Solve:
 
 
 def room_bytes(budget: Budget, prepared: Prepared) -> int | None:
-    """What a budget leaves to forward and backward, after all else; None for the least possible.
-
-    Nothing where the optimizer's own step does not fit.
-    """
+    """The bytes that a budget leaves to forward and backward: 0 if the optimizer's step does not fit, None if
+    the least possible is asked for."""
     if budget.bytes is None:
         return None
     fits = least_whole_step(prepared).total_bytes <= budget.bytes
@@ -390,7 +388,7 @@ def room_bytes(budget: Budget, prepared: Prepared) -> int | None:
 
 
 def least_whole_step(prepared: Prepared) -> WholeStep:
-    """What the step takes if forward and backward need nothing beyond what they leave."""
+    """The whole step if forward and backward needed no memory but for the results that they leave."""
     return prepared.footprint.whole_step(0, prepared.problem.final_bytes)
 
 

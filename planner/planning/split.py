@@ -26,25 +26,25 @@ from solvers.least import floor_bytes
 from solvers.model.schedule import simulate
 
 LEAST_ROWS = 128
-"""Of a piece, where there are more: products of fewer rows take longer for each."""
+"""The fewest rows of a piece: matrix products of fewer rows take longer for each row."""
 
 _TIMED_SECONDS = 2.0
-"""How long the operations of pieces are timed at least, whatever those of the step took."""
+"""The least time for measuring the operations of pieces, however long the step's own were measured."""
 
 _LEAST_SECONDS = 5.0
-"""How long the least is looked for, where it is more than what no plan undercuts."""
+"""The time for finding the least peak if it is above the bound that no plan undercuts."""
 
-_HARDLY = 1 / 50
-"""Of the unplanned step's peak: to save less, "min" does not take a slower plan."""
+_WORTH_TIME = 1 / 50
+"""A share of the unplanned step's peak: "min" takes no slower plan that saves fewer bytes than that."""
 
-_LITTLE = 1 / 100
-"""Of that peak: results that take less are not divided, or not further."""
+_SMALLEST = 1 / 100
+"""A share of that peak: smaller results are not divided, or not further."""
 
 _FASTER = 1 / 200
-"""Of the step's time: with half as many pieces that save less, it is not looked at."""
+"""A share of the step's time: half as many pieces are tried only as long as each halving saves more."""
 
-_MUCH = 1 / 20
-"""Of the peak: smaller results are not worth pieces."""
+_WORTH_SAYING = 1 / 20
+"""A share of the peak: an error proposes pieces only for results that are larger."""
 
 
 class Planning(Protocol):
@@ -139,12 +139,12 @@ class Forms:
 
     @property
     def _little_seconds(self) -> float:
-        """Of two forms that differ by less, one is as good as the other."""
+        """The difference in seconds below which one form is as good as the other."""
         prepared = self._prepared
         return EFFORTS[prepared.options.effort].other_form * prepared.problem.graph.base_seconds
 
     def _is_much(self, run: Run) -> bool:
-        return run.bytes > self._prepared.problem.eager.peak_bytes * _LITTLE
+        return run.bytes > self._prepared.problem.eager.peak_bytes * _SMALLEST
 
     def _best(
         self, wanted: Budget, progress: Progress, tried: Sequence[Split | None], minimum: bool = True
@@ -195,7 +195,7 @@ class Forms:
         """The fastest plan whose peak is hardly more than the least: than what no plan undercuts, or, where
         none is found there, than the least that is found."""
         prepared = self._prepared
-        hardly = int(prepared.problem.eager.peak_bytes * _HARDLY)
+        hardly = int(prepared.problem.eager.peak_bytes * _WORTH_TIME)
         steps = {split: step for split in tried if (step := self._step(split)) is not None}
         around = prepared.footprint.around(prepared.resident.total)
         floors = {split: self._floor(step) for split, step in steps.items()}
@@ -245,7 +245,7 @@ class Forms:
 
 
 def _runs(prepared: Prepared) -> list[Run]:
-    """What can be computed in pieces."""
+    """The runs of operations that can be computed in pieces."""
     found = list[Run]()
     for graph in prepared.captured.graphs:
         if graph.joint is not None:
@@ -255,9 +255,9 @@ def _runs(prepared: Prepared) -> list[Run]:
 
 
 def _most_pieces(prepared: Prepared, runs: Sequence[Run], room: int | None) -> int:
-    """In how many pieces the step hardly takes more for each."""
+    """The number of pieces up to which more pieces still save memory."""
     most, peak = 2, prepared.problem.eager.peak_bytes
-    little = _LITTLE * (peak if room is None else min(room, peak))
+    little = _SMALLEST * (peak if room is None else min(room, peak))
     for run in runs:
         while -(-run.rows // (2 * most)) >= LEAST_ROWS and run.bytes > most * little:
             most *= 2
@@ -269,12 +269,12 @@ def _what(prepared: Prepared) -> SplitRuns:
 
 
 def split_hint(prepared: Prepared) -> str:
-    """The sentence to add where a budget is too small and pieces would help; empty where they would not."""
+    """The sentence to add to an error about a budget if pieces would help; empty if they would not."""
     options = prepared.options
     if options.split != "none" or options.backend != "eager" or options.in_flight:
         return ""
     largest = max(_runs(prepared), key=lambda run: run.bytes, default=None)
-    if largest is None or largest.bytes < prepared.problem.eager.peak_bytes * _MUCH:
+    if largest is None or largest.bytes < prepared.problem.eager.peak_bytes * _WORTH_SAYING:
         return ""
     return (
         f". {format_bytes(largest.bytes)} of it come from {largest.modules[0] or 'the module'}: plan "

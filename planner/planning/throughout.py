@@ -61,10 +61,10 @@ def bytes_throughout(
 
     Args:
         captured: The step.
-        parameters: Of its module.
+        parameters: The parameters of its module.
         rank: The rank whose step it is; None for a single process.
         added_to: Whether each trainable parameter has a gradient when the step begins.
-        in_flight: How many micro-batches are between their forward and their backward, of a pipeline's stage.
+        in_flight: Of a pipeline's stage, the number of micro-batches between their forward and backward.
     """
 
     def sizes(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -88,13 +88,14 @@ def bytes_throughout(
 def recorded_bytes(
     captured: CapturedStep, problem: Problem, resident: Resident, device: Device, *, dropped: bool
 ) -> int:
-    """What recorded graphs read and write at fixed addresses, beside a step's own tensors.
+    """The bytes that recorded graphs read and write at fixed addresses, beside a step's own tensors.
 
     Args:
         captured, problem: The step.
-        resident: What is there throughout; where gradients are, recorded ones are handed out as copies.
-        device: Where the step runs.
-        dropped: Whether the step drops its outputs: recorded ones stay.
+        resident: The bytes that are there throughout. If gradients are among them, those that a recorded
+            graph makes are handed out as copies.
+        device: The device that the step runs on.
+        dropped: Whether the step drops its outputs. Those that a recorded graph wrote stay all the same.
     """
     graphs = [graph.joint for graph in captured.graphs if graph.joint is not None]
     outputs = [

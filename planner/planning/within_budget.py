@@ -1,9 +1,9 @@
 """A schedule whose step fits a budget on a GPU, reserved bytes included.
 
-Solvers bound the bytes that a schedule allocates; what the caching allocator reserves for them is known of a
-schedule that is there, and does not fall steadily with what is allocated. So the allowance is lowered by what
-a schedule is over, until one fits or there is no schedule with so little; then gaps between allowances that
-fit and that do not are halved.
+Solvers bound the bytes that a schedule allocates. The bytes that the caching allocator reserves for it are
+known only once there is a schedule, and do not fall steadily with those that are allocated. So the solvers'
+bound, the *allowance*, is lowered by the bytes that a schedule is over the budget, until one fits or there is
+none for so little. Then gaps between allowances that fit and those that do not are halved.
 """
 
 import time
@@ -15,13 +15,11 @@ from solvers.model.solution import Solution, Status
 
 MOST_ATTEMPTS = 8
 _LEAST_STEP = 1 / 400
-"""Of the allowance; by less it is not lowered."""
+"""The share of an allowance by which it is lowered at least."""
 _NEAR = 1 / 50
-"""Of the allowance: what fits is not looked for any nearer to what does not."""
-
-
+"""The share of an allowance below which a gap is not halved any more."""
 _ALIKE = 1 / 2000
-"""Of the seconds: by less, of two schedules that fit, the one that takes fewer bytes is the better."""
+"""The share of its seconds by which a schedule must be faster; else the one of fewer bytes is the better."""
 
 
 def within_budget(
@@ -34,29 +32,29 @@ def within_budget(
     too_slow: Callable[[Solution], bool] = lambda solution: False,
     enough: Callable[[Solution], bool] = lambda solution: False,
 ) -> Solution:
-    """The solution, or another one where its whole step is over the budget.
+    """Return the solution if its whole step is within the budget; else look for another one.
 
     Args:
-        solution: What a solver found for the dynamic peak that the budget leaves if no more is reserved than
-            is allocated.
-        budget_bytes: For the whole step.
-        total_bytes: What the whole step of a schedule takes.
-        solve: The solution for a dynamic peak, within so many seconds.
-        time_limit: Wall seconds for all that is tried; the least peak there is is tried in any case.
-        too_slow: Whether a solution takes more time than is of use: for less memory it takes no less.
-        enough: Whether no faster one is looked for than a solution that fits.
+        solution: A solver's solution for the dynamic peak that the budget leaves if no more bytes are
+            reserved than allocated.
+        budget_bytes: The budget of the whole step.
+        total_bytes: Predicts the bytes of a schedule's whole step.
+        solve: Finds a solution for a dynamic peak in bytes, within wall seconds.
+        time_limit: Wall seconds for all attempts. The least peak is tried in any case.
+        too_slow: Whether a solution is too slow to be of use: one for less memory is no faster.
+        enough: Whether a solution that fits is good enough to end the search.
 
     Returns:
-        The fastest feasible solution that was found whose step fits, of nearly equal ones the one that takes
-        least; else the one that takes least of all, as infeasible, or the first that is too slow.
+        The fastest feasible solution whose step fits, and of nearly equal ones that of the fewest bytes. If
+        none fits, the one of the fewest bytes, as infeasible, or the first that is too slow.
     """
     end = time.perf_counter() + time_limit
     if solution.feasible and total_bytes(solution.schedule) <= budget_bytes:
         return solution
-    bound = solution.bound_seconds  # of all that the budget could allow; a smaller allowance's says less
+    bound = solution.bound_seconds  # of the largest allowance: it bounds all schedules that could fit
     fitting: Solution | None = None
     fitting_over = 0
-    lowest: int | None = None  # the largest allowance of which something fits, or the least there is
+    lowest: int | None = None  # the largest allowance for which a schedule fits, or the least peak there is
     room = solution.peak_bytes
     failing = list[tuple[int, int]]()  # peaks, and the allowances for which they were found
     least = solution, total_bytes(solution.schedule)
@@ -99,14 +97,14 @@ def within_budget(
 
 
 def _is_better(one: Solution, over: int, other: Solution, other_over: int) -> bool:
-    """Whether one of two that fit is faster; of nearly equal ones, whether it takes less."""
+    """Whether one of two that fit is faster; if they are nearly equal, whether it takes fewer bytes."""
     if abs(one.seconds - other.seconds) <= _ALIKE * other.seconds:
         return over < other_over
     return one.seconds < other.seconds
 
 
 def _between(lowest: int, failing: Sequence[tuple[int, int]]) -> int | None:
-    """The middle of the lowest wide gap between allowances of which something is known."""
+    """The middle of the lowest wide gap between the allowances that were tried."""
     known = lowest
     for peak, room in sorted(failing):
         if peak - known > peak * _NEAR:

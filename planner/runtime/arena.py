@@ -13,29 +13,29 @@ from planner.planfile.budget import format_bytes
 from planner.planfile.schema import Resident, WholeStep
 
 Segments = Sequence[tuple[int, int]]
-"""Address and bytes of each."""
+"""Address and bytes of each segment."""
 
 
 class Memory(Protocol):
-    """What is asked of the caching allocator of one device."""
+    """The caching allocator of one device, as far as an arena needs it."""
 
     def has_arena(self) -> bool:
-        """Whether segments that are reserved beforehand are of use by its settings."""
+        """Whether its settings let requests be cut out of segments that are reserved beforehand."""
 
     def frees(self) -> int:
         """How often it has given a segment back to the device."""
 
     def allocated_bytes(self) -> int:
-        """What is in use."""
+        """The bytes in use."""
 
     def segments(self) -> Segments:
-        """What it has reserved."""
+        """The segments that it has reserved."""
 
     def allocate(self, size: int) -> Any:
-        """A tensor, or what stands for one, of so many bytes."""
+        """A tensor of so many bytes, or a stand-in for one."""
 
     def empty_cache(self) -> None:
-        """Give the device back what is not in use."""
+        """Give unused segments back to the device."""
 
     def peak_bytes(self) -> int:
         """The most that was in use."""
@@ -88,9 +88,9 @@ class Arena:
 
     Attributes:
         sizes: Bytes of each segment.
-        there_bytes: What is in use when the first step begins, as it was planned.
-        state_bytes: What the optimizer's first step makes that stays, as it was planned. It is cut out of
-            the segments, unless it is there before, as that of a checkpoint.
+        there_bytes: Bytes in use when the first step begins, by the plan.
+        state_bytes: Bytes of the optimizer's state, by the plan. It is cut out of the segments in the first
+            step, unless it is there before, as after a checkpoint was loaded.
     """
 
     sizes: list[int]

@@ -7,7 +7,7 @@ PLAN_WITH_THESE = (
     "Call planner.plan(model, args) with such inputs, which makes a plan for them or says why there is none; "
     "planner.remove(model) turns this one off"
 )
-"""What to do where inputs that were not seen before have no plan."""
+"""The next step for the user if inputs that were not seen before have no plan."""
 
 
 def is_meant(error: BaseException | None) -> bool:

@@ -35,14 +35,13 @@ class Recordings:
         self._told = False
 
     def graph(self, record: GraphRecord | None, inputs: Sequence[Any]) -> RecordedGraph | None:
-        """What records a graph with such inputs; None where nothing does.
+        """The recorded graph of a planned graph at the shapes of some inputs; None if it is not recorded.
 
-        One that is captured anew with the same shapes, as there are other hooks now, takes the place of the
-        one before.
+        A graph that is captured again at the same shapes, as after hooks came, replaces the earlier one.
 
         Args:
             record: The plan's graph; None for one of other operations than were planned.
-            inputs: They tell the shapes.
+            inputs: Inputs of those shapes.
         """
         shapes = [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in inputs]
         device = next((t.device for t in self._own()), torch.device("cpu"))

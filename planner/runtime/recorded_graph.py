@@ -35,7 +35,7 @@ from planner.graph.replay import rng
 from planner.lowering.partition import user_outputs
 
 MOST_RECORDINGS = 4
-"""How often a graph is recorded anew, as its parameters have moved, before it is left unrecorded."""
+"""The most recordings of one graph, each because its parameters have moved; then it runs unrecorded."""
 
 Tensor = torch.Tensor
 
@@ -71,10 +71,10 @@ class _Half:
     """A forward or a backward as it was recorded.
 
     Attributes:
-        static: The arguments that it reads; tensors at their addresses.
-        copied: Positions of those into which a step's own are copied.
-        results: What it writes.
-        run: Runs it.
+        static: The arguments that it reads, tensors at fixed addresses.
+        copied: Positions of the arguments into which a step's own values are copied.
+        results: The tensors that it writes.
+        run: Runs the recording.
     """
 
     static: list[Any]
@@ -92,11 +92,14 @@ class _Recording:
     """A step as it was recorded.
 
     Attributes:
-        where, settings: The device and stream, and how PyTorch computed.
-        forward, backward: Its halves; None: the backward is yet to be recorded.
-        handed: What autograd is given to keep, and the places of arguments that it is given themselves.
-        owned: What the forward keeps, with its memory, until the backward is recorded.
-        gradients: What was handed out of the pool, and how many held that before.
+        where: The device and stream.
+        settings: PyTorch's settings that select kernels.
+        forward, backward: Its halves; `backward` is None until it is recorded.
+        handed: The values that autograd keeps for the backward: tensors that hold no memory, and for
+            arguments of the forward, which are passed on themselves, their places.
+        owned: The same values as tensors that hold their memory, until the backward is recorded.
+        gradients: Gradients in the pool that are handed out as they are, each with its count of references
+            before.
     """
 
     where: object
@@ -120,8 +123,8 @@ class RecordedGraph:
 
     Args:
         device: The device of the module.
-        make: Makes a recorder, of a pool of its own.
-        own: The module's parameters and buffers as they are now.
+        make: Makes a recorder with a pool of its own.
+        own: Returns the module's present parameters and buffers.
         calls: The calls of the module.
         warn: Tells the user why a step does not run as recorded.
         copies_gradients: Whether gradients are handed out as copies.
@@ -150,10 +153,10 @@ class RecordedGraph:
         self._forward: BoxedFunction | None = None
         self._backward: BoxedFunction | None = None
 
-    # ---- what takes the places of the two functions ----
+    # ---- the functions that replace the two ----
 
     def forward(self, module: GraphModule, function: BoxedFunction) -> BoxedFunction:
-        """The function to call in the place of a forward."""
+        """The function to call instead of a forward."""
         outputs = user_outputs(module)
         if self._forward is not None or outputs is None:
             return function
@@ -162,7 +165,8 @@ class RecordedGraph:
         return lambda args: self._run_forward(args)  # AOTAutograd sets an attribute of it
 
     def backward(self, module: GraphModule, function: BoxedFunction) -> BoxedFunction:
-        """The function to call in the place of a backward; the first is that of all outputs' gradients."""
+        """The function to call instead of a backward. Only the first one is recorded, which gets all
+        outputs' gradients."""
         if self._backward is not None or self._forward is None:
             return function
         self._backward = function
@@ -178,7 +182,7 @@ class RecordedGraph:
         self.forget()
 
     def forget(self) -> None:
-        """Free what was recorded, at once or after the backward that is awaited; later steps record anew."""
+        """Free the recording, at once or after the backward that it awaits; later steps record anew."""
         self._leaves = self._is_awaited()
         if not self._leaves:
             self._recording, self._recorder, self._pending = None, self._make(), None
@@ -219,7 +223,7 @@ class RecordedGraph:
         return [*(copies.get(id(r), r) for r in half.results[: self._outputs]), *handed]
 
     def _why_not(self, args: Sequence[Any]) -> str | None:
-        """Why a forward does not run as recorded; "" where that needs no word."""
+        """Why a forward does not run as recorded: None if it does, "" if the user need not be told."""
         recording = self._recording
         if self._recorder.is_recording():
             return "the step is part of a recording of your own"
@@ -246,7 +250,7 @@ class RecordedGraph:
         return self._pending is not None and self._pending.is_held()
 
     def _begin_anew(self) -> str:
-        """Forget what was recorded: this step runs as it is, the next is recorded."""
+        """Forget the recording: this step runs operator by operator, the next one is recorded."""
         self.forget()
         self._recordings += 1
         if self._recordings < MOST_RECORDINGS:
@@ -255,7 +259,7 @@ class RecordedGraph:
         return f"parameters or buffers were replaced {MOST_RECORDINGS} times"
 
     def _run_first(self, args: list[Any]) -> Sequence[Any]:
-        """Run a step as it is, and look at what a recording must not do."""
+        """Run a step operator by operator, and stop if it does something that a recording must not do."""
         assert self._forward is not None
         if not all(map(_is_plain, args)) or any(_device(a) not in (None, self._device) for a in args):
             self.stop("an input is no number and no plain tensor of the module's device")

@@ -26,7 +26,7 @@ MODES = {True: "training", False: "evaluation"}
 
 
 _watching: "weakref.WeakSet[Unplanned]" = weakref.WeakSet()
-"""Those of all planned modules."""
+"""The :class:`Unplanned` of each planned module."""
 
 
 class Unplanned:

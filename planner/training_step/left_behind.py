@@ -79,7 +79,7 @@ def _left_behind(young: list[object], result: object, ours: Iterable[object]) ->
         return skipped[at]
 
     def held_above(first: list[int]) -> list[int]:
-        """Of these objects and their holders, those that have more references than new objects explain."""
+        """The objects, of these and their holders, that have more references than new objects explain."""
         seen, pending, held = set(first), first, []
         while pending:
             at = pending.pop()

@@ -1,4 +1,4 @@
-"""What a training step allocates and frees, recorded by running it.
+"""Records the allocations and frees of a training step by running it.
 
 :class:`StepRecorder` is a dispatch mode. It notes each operation that runs under it, the
 storages that the operation allocates, and (by weak references) after which operation each
@@ -268,8 +268,8 @@ class StepRecorder(autograd.InfrastructureMode):
         self.unseen = UnseenWrites(self._written_unseen)
 
     def watch(self, tensor: torch.Tensor) -> Callable[[], tuple[bool, bool]]:
-        """What tells whether the memory of a tensor has been written to since, and whether it was resized. It
-        is not held for that: once it is gone, whether it was until then."""
+        """A function that tells whether a tensor's memory was written to since, and whether it was resized.
+        The memory is not held for that. Once it is freed, the answer is that of the moment before."""
         memory, storage = self.memory_of(tensor), tensor.untyped_storage()
 
         def now() -> tuple[int, int]:

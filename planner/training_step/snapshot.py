@@ -24,7 +24,7 @@ from planner.training_step.python_state import Namespaces, PythonState
 from planner.training_step.step import Step, tensors_in
 
 Runs = Literal["recorded copy", "copy", "module"]
-"""What is going to run.
+"""The module that is going to run.
 
 - "recorded copy": a copy, mostly without data, whose steps are recorded. Where it writes to data all the
   same, they are copied just before (:meth:`StepSnapshot.about_to_run`). Tensors that it leaves in variables

@@ -77,9 +77,9 @@ class ComparedSteps:
         self._state = StepSnapshot.take(self._model, self._step, "module", earlier=self._before)
 
     def reference(self) -> Outcome:
-        """What an unplanned step leaves.
+        """The outcome of an unplanned step.
 
-        Where a step needs what the one before computed, each of the steps begins with that history.
+        If a step differentiates through results of the one before, each step begins with that history.
         """
         try:
             return self.outcome(planned=False)
@@ -93,7 +93,7 @@ class ComparedSteps:
         return self.outcome(planned=False)
 
     def outcome(self, *, planned: bool) -> Outcome:
-        """What another step leaves."""
+        """The outcome of one more step."""
         self._taken += 1
         self.tell(f"comparing: running the {_side(planned)} step")
         self.restore()

@@ -170,8 +170,9 @@ def _checked_plan(plan: PlanRecord | None, model: torch.nn.Module) -> PlanRecord
 
 
 class _Compared(NamedTuple):
-    """What an unplanned and a planned step left, and what tells whether that is the same: how far unplanned
-    steps are apart or, for a plan that rounds otherwise than eager, the step in double precision."""
+    """The outcomes of an unplanned and a planned step, and the measure by which they count as the same: how
+    far unplanned steps are apart, or for a plan that rounds otherwise than eager the step in double
+    precision."""
 
     unplanned: Outcome
     planned: Outcome

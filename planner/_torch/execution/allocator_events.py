@@ -96,9 +96,9 @@ def held_on_cuda(run: Callable[[], object], device: torch.device, rounding_bytes
     history is being recorded already, it goes on, and these are PyTorch's counts.
 
     Args:
-        run: What is run, once; what it returns lives until the end.
-        device: Of its allocator.
-        rounding_bytes: What each block is rounded up to.
+        run: The function, which is run once. Its result lives until the end.
+        device: The device whose allocator counts.
+        rounding_bytes: Each block is rounded up to a multiple of this.
     """
     if torch._C._cuda_isHistoryEnabled():
         return counted_on_cuda(run, device)

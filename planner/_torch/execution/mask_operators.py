@@ -19,16 +19,16 @@ from planner.errors import warn
 NAMESPACE = "planner"
 
 _CHUNK = 1 << 18
-"""Elements that are packed or unpacked at once: as much as stays in a core's cache."""
+"""Elements that are packed or unpacked at once: they stay in a core's cache."""
 _GATHER = 0x0102040810204080
-"""Times eight bytes of 0 or 1, these as the eight bits of the highest byte."""
+"""A factor: times eight bytes of 0 or 1, it gives these eight bits in the highest byte of the product."""
 
 
 def draw_mask(like: torch.Tensor, keep: float) -> torch.Tensor:
     """Draw which elements dropout keeps: the numbers that eager draws for its noise.
 
     Args:
-        like: What is dropped out.
+        like: The tensor that dropout is applied to.
         keep: The probability to keep an element.
     """
     return draw(torch.empty_like(like, dtype=torch.bool), keep)
@@ -38,8 +38,8 @@ def masked_product(value: torch.Tensor, mask: torch.Tensor, keep: float) -> torc
     """Dropout by a mask that was drawn before, forward or backward, as eager rounds it.
 
     Args:
-        value: What is dropped out, or the gradient of the result.
-        mask: What :func:`draw_mask` returned.
+        value: The tensor that dropout is applied to, or the gradient of the result.
+        mask: The result of :func:`draw_mask`.
         keep: The probability to keep an element.
     """
     noise = mask.view(torch.uint8).to(value.dtype)  # of bytes: PyTorch converts booleans one by one
@@ -52,9 +52,9 @@ def masked_product(value: torch.Tensor, mask: torch.Tensor, keep: float) -> torc
 
 @functools.cache
 def _kept(keep: float, dtype: torch.dtype) -> float:
-    """What eager multiplies an element by that dropout keeps: 1 / `keep`, rounded.
+    """The factor by which eager multiplies a kept element: 1 / `keep`, rounded.
 
-    In NumPy's memory: a step takes as much when it is asked for first as later.
+    Computed in NumPy's memory: the first step that asks for it then allocates no more than later ones.
     """
     with fake.without_modes():
         return float(torch.from_numpy(_ONES[dtype].copy()).view(dtype).div_(keep))
@@ -64,7 +64,7 @@ _ONES: dict[torch.dtype, npt.NDArray[Any]] = {
     torch.float64: np.ones(1, np.float64),
     torch.float32: np.ones(1, np.float32),
     torch.float16: np.ones(1, np.float16),
-    torch.bfloat16: np.full(1, 0x3F80, np.int16),  # which NumPy has no type for
+    torch.bfloat16: np.full(1, 0x3F80, np.int16),  # the bits of 1: NumPy has no bfloat16
 }
 
 
@@ -127,7 +127,7 @@ with fake.without_modes():
         .view(np.int64)
         .ravel()
     )
-    """For each byte its bits, each as a byte, the lowest first, as one number."""
+    """For each byte an int64 whose eight bytes are its bits, the lowest first."""
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 

@@ -93,7 +93,7 @@ def _itself(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _saved_in(node: Any, names: Iterable[str]) -> list[torch.Tensor]:
-    """Those of a node's tensors with these names: no hook for saved tensors is handed numbers."""
+    """The tensors of these names that a node saved. Hooks for saved tensors do not get numbers."""
     found = []
     for name in names:
         saved: Any = getattr(node, f"_raw_saved_{name}", None)
@@ -103,7 +103,7 @@ def _saved_in(node: Any, names: Iterable[str]) -> list[torch.Tensor]:
 
 
 def _saved(operator: OpOverload, args: Sequence[Any], numbers: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Those of the numbers that autograd saves for an operation: one without data is run to see."""
+    """The numbers that autograd saves for an operation. The operation is run without data to find them."""
     with enable_reentrant_dispatch(), torch.enable_grad(), no_saved_tensors_hooks():
         given = [torch.empty_like(a, device="meta") if isinstance(a, torch.Tensor) else a for a in args]
         written = given[0].requires_grad_().clone()

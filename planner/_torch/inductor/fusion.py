@@ -75,7 +75,7 @@ def _raises_peak(scheduler: Any) -> bool:
 
 @functools.cache
 def _digest_of_sources() -> str:
-    """Of the files that decide what a program looks like: this one, and those beside it."""
+    """A digest of the files that decide what a program looks like: this one, and those beside it."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
 
@@ -127,12 +127,12 @@ def _apart(scheduler: Any, node1: Any, node2: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Places:
-    """Where operations of a program are, by the order in which Inductor found them.
+    """The places of operations of a program, in the order in which Inductor found them.
 
     Attributes:
-        calls: Of calls of libraries.
-        readers: By the name of a buffer, of what reads it.
-        returned: The names of what the program returns.
+        calls: The places of calls of libraries.
+        readers: By the name of a buffer: the places of the operations that read it.
+        returned: The names of the buffers that the program returns.
     """
 
     calls: list[int]

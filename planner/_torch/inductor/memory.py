@@ -17,13 +17,14 @@ SegmentedTree = of_graphs("torch._inductor.codegen.segmented_tree", "SegmentedTr
 
 @dataclass(frozen=True)
 class Moments:
-    """What a program takes whose kernels free at once what they read last, in bytes.
+    """The memory, in bytes, of a program that frees each buffer right after the kernel that reads it last.
 
     Attributes:
-        number: The place of each operation.
-        sizes: Of each buffer that can be freed.
-        allocated: Beside each operation, with all that it allocates and before it frees.
-        peak: The least that the program needs: operations of kernels may write to what they read last.
+        number: The place of each operation in the program.
+        sizes: The size of each buffer that can be freed.
+        allocated: For each operation the bytes in use while it runs: those that it allocates are there, and
+            it has freed nothing yet.
+        peak: The least peak of the program: a kernel may write its result over a buffer that it reads last.
     """
 
     number: dict[Any, int]
@@ -33,7 +34,7 @@ class Moments:
 
     @staticmethod
     def of(scheduler: Any) -> "Moments":
-        """Those of the program that a scheduler orders, found once."""
+        """The moments of the program that a scheduler orders, found once."""
         moments: Moments | None = vars(scheduler).get("planner_moments")
         if moments is None:
             moments = scheduler.planner_moments = _moments(scheduler)
@@ -77,7 +78,7 @@ def _readers(buffer: Any) -> Iterable[str]:
 
 
 def bytes_of(buffer: Any) -> int:
-    """Of a buffer that is one tensor; 0 for others."""
+    """The bytes of a buffer that is one tensor; 0 for others."""
     try:
         return int(V.graph.get_allocation_storage_size(buffer)) * int(buffer.get_dtype().itemsize)
     except (AttributeError, NotImplementedError, TypeError):

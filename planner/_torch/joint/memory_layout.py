@@ -31,12 +31,13 @@ class MemoryLayout:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether it is that of contiguous tensors."""
+        """Whether it is the layout of contiguous tensors."""
         return self == MemoryLayout(tuple(range(len(self.dimensions))))
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self:
-        """That of a tensor; the order of its dimensions alone where no larger one explains its strides."""
+        """The layout of a tensor; if its strides are not those of a part of a larger tensor, the order of its
+        dimensions alone."""
         strides, sizes = tensor.stride(), tensor.shape
         order = tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], -sizes[d], d)))
         if not order or tensor.numel() == 0 or 0 in strides:  # expanded, be it in one element
@@ -58,7 +59,7 @@ class MemoryLayout:
         return reach <= _MOST_GAPS * math.prod(sizes)
 
     def strides(self, sizes: Sequence[int]) -> list[int]:
-        """Those of a tensor of these sizes."""
+        """The strides of a tensor of these sizes."""
         strides, step = [0] * len(sizes), self.step
         for dimension in reversed(self.dimensions):
             strides[dimension] = step

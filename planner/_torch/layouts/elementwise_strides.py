@@ -134,7 +134,8 @@ def strides_of_elementwise(operands: Sequence[Form]) -> tuple[int, ...]:
 
 
 def _of_same_form(operands: Sequence[Form]) -> tuple[int, ...] | None:
-    """Of operands of the same sizes that all lie in memory in one of the usual ways; None of others."""
+    """The strides of the result if all operands have its sizes and lie in memory in the same usual way; else
+    None."""
     without_data = [torch.empty_strided(sizes, strides, device="meta") for sizes, strides in operands]
     sizes, strides = operands[-1]
     if all(tensor.is_contiguous() for tensor in without_data):

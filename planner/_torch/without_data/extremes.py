@@ -17,7 +17,7 @@ EXTREMES = frozenset({"MaxBackward1", "MinBackward1", "MedianBackward0", "Nanmed
 
 
 class GradientsOfExtremes:
-    """What these backwards do to data. To be told of each operator that they run."""
+    """Follows these backwards on tensors without data; :meth:`instead` is called for each operator."""
 
     def __init__(self, record: Callable[..., torch.Tensor], pause: Callable[[], Any]) -> None:
         """
@@ -30,7 +30,7 @@ class GradientsOfExtremes:
         self._shared: Any = None
 
     def instead(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
-        """What an operator of one of :data:`EXTREMES` is to return; None where it is recorded."""
+        """The result that an operator of one of :data:`EXTREMES` returns; None if it is recorded as usual."""
         if self._recording or torch.is_grad_enabled():
             return None
         if func is aten.eq.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 MOST_SHAPES = 8
-"""So many shapes one graph is compiled for."""
+"""The most shapes that one graph is compiled for."""
 
 
 class StaticShapes:

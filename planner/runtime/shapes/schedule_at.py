@@ -21,7 +21,8 @@ from solvers.model.arrays import Schedule
 from solvers.model.indices import BaseOp, RowId, numbered
 
 _Decided = tuple[Sequence[int], Sequence[int], Mapping[int, int]]
-"""What a backward runs, what of that is packed, and behind what it is on the host."""
+"""The operations that a backward runs, those of them that unpack bits, and for each result on the host the
+operation behind which it has arrived."""
 
 
 def schedule_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedule]:

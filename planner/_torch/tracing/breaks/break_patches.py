@@ -100,10 +100,11 @@ def _gradients_end(args: list[Any]) -> bool:
 
 
 class _Effects(TorchDispatchMode):
-    """What a part does besides returning something.
+    """Notes the side effects of a part of the forward: changes of its arguments, and random draws.
 
     Args:
-        given: What it is given. A change of it shows by its memory: one by way of ``.data`` is not counted.
+        given: The arguments. Changes are found by their storage, as those through ``.data`` increment no
+            version counter.
     """
 
     def __init__(self, given: Sequence[Any] = ()) -> None:

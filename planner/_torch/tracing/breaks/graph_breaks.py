@@ -38,7 +38,7 @@ _CALLER = "planner/capture/module_calls.py"
 
 
 def distinct_places(reasons: Iterable[str | None]) -> list[str]:
-    """Of the reasons of :func:`break_reason` the first for each line of code."""
+    """For each line of code the first of its reasons, as :func:`break_reason` gives them."""
     first: dict[str, str] = {}
     for reason in reasons:
         if reason is not None:
