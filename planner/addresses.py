@@ -1,4 +1,4 @@
-"""Which object one is: where it is in memory, which ``id`` says."""
+"""The identity of objects, as ``id`` gives it, without calling ``id``."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ import numpy.typing as npt
 
 
 class _Pointers:
-    """An array of objects, as the numbers that it is in memory."""
+    """An array of objects, whose memory NumPy reads as an array of their addresses."""
 
     def __init__(self, objects: npt.NDArray[np.object_]) -> None:
-        self._objects = objects  # lives as long
+        self._objects = objects  # keeps the objects alive
         self.__array_interface__ = {
             "data": (objects.ctypes.data, True),
             "typestr": np.dtype(np.intp).str,
@@ -20,11 +20,11 @@ class _Pointers:
 
 
 identity = object.__hash__
-"""A number that an object shares with no other that is alive, as that of ``id``; but nobody is told, see
-:func:`addresses`."""
+"""A number that an object shares with no other that is alive, as ``id`` gives one, without a call of ``id``:
+see :func:`addresses`."""
 
 
 def addresses(objects: Sequence[object]) -> npt.NDArray[np.intp]:
-    """The ids of objects, where there are many: every call of ``id`` tells all that listen to the
-    interpreter's events, as filelock does, which Hugging Face's libraries import."""
+    """The ids of many objects. A call of ``id`` itself raises an audit event (``sys.audit``), which takes
+    time if a hook listens, as filelock's does, which Hugging Face's libraries import."""
     return np.array(_Pointers(np.fromiter(objects, np.object_, len(objects))))

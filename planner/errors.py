@@ -1,4 +1,4 @@
-"""What can go wrong, as types that a caller can tell apart, and how the user is warned."""
+"""The errors of this package, as types that a caller can tell apart, and warnings to the user."""
 
 import contextlib
 import functools
@@ -13,18 +13,19 @@ from types import FrameType
 logger = logging.getLogger(__name__)
 
 _BETWEEN = (f"{Path(__file__).parent}/", contextlib.__file__, functools.__file__, "<")
-"""What lies between a line of the user's and a warning: this package, decorators, and generated code."""
+"""Beginnings of the file names of frames that are skipped to find the user's line: this package, decorators,
+and generated code."""
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""A text as terminals and pages may show it: what moves a cursor, hides or turns text is written out.
+    r"""A text that terminals and pages may show: characters that move cursors, hide or turn text are escaped.
 
     Names come from files and from others' modules. An escape sequence becomes ``\x1b[31m``, a character that
     turns the direction of writing ``\u202e``.
 
     Args:
         text: The text.
-        keep: Characters that stay as they are all the same, as line breaks between lines of ours.
+        keep: Characters that are not escaped, as line breaks between lines of ours.
     """
     if text.isprintable():
         return text
@@ -47,19 +48,20 @@ class SkippedStep(CaptureError):
 
 
 class CompilerError(PlannerError):
-    """What Inductor compiles with is not there."""
+    """The compiler that Inductor calls is not there."""
 
 
 class PlanMismatch(PlannerError):
-    """A plan was made for another model, or for other inputs, than it is now given."""
+    """A plan was made for another model, or for other inputs, than those that it gets now."""
 
 
 class FreedError(PlanMismatch, RuntimeError):
-    """A backward runs a second time through what the first one has freed; PyTorch's own is a RuntimeError."""
+    """A backward runs a second time, through tensors that the first one has freed. PyTorch's own error for it
+    is a RuntimeError."""
 
 
 class InputsChanged(PlannerError, RuntimeError):
-    """What a planned backward reads again, or keeps of results, was changed in place since the forward."""
+    """A tensor that a planned backward reads again was changed in place since the forward."""
 
 
 class PlanFileError(PlannerError, ValueError):
@@ -67,7 +69,7 @@ class PlanFileError(PlannerError, ValueError):
 
 
 class PlanWarning(UserWarning):
-    """A planned module runs something that its plan does not cover; what it computes is still right."""
+    """A planned module runs something that its plan does not cover. Its results are still right."""
 
 
 _collected: ContextVar[list[str] | None] = ContextVar("collected warnings", default=None)
@@ -75,7 +77,7 @@ _collected: ContextVar[list[str] | None] = ContextVar("collected warnings", defa
 
 @contextlib.contextmanager
 def warnings_collected() -> Iterator[list[str]]:
-    """A context in which what :func:`warn` is told is collected, and told to nobody."""
+    """A context in which the texts of :func:`warn` are collected, and shown to nobody."""
     told: list[str] = []
     token = _collected.set(told)
     try:
@@ -88,8 +90,8 @@ def warn(text: str, *, cause: Exception | None = None) -> None:
     """Log a text, and warn the user with a :class:`PlanWarning` at the line of theirs that led to it.
 
     Args:
-        text: What does not run as planned, and what to do.
-        cause: An error that is behind it; its traceback goes to the log, at the level of DEBUG.
+        text: Says what does not run as planned, and what to do.
+        cause: The error that caused it. Its traceback goes to the log, at the level of DEBUG.
     """
     collected = _collected.get()
     if collected is not None:

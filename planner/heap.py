@@ -18,19 +18,19 @@ _STACK = 140_000
 _SELDOM = 10
 _lock = threading.Lock()
 _setting_aside = 0
-"""How many have set objects aside, in all threads: the last of them puts them back."""
+"""The number of open contexts, in all threads, that have set objects aside: the last one puts them back."""
 _passing_by = 0
-"""How many have set nothing aside, since somebody else had frozen objects when the first of them came."""
+"""The number of open contexts that have set nothing aside, as somebody else had frozen objects before."""
 
 
 @contextmanager
 def older_objects_set_aside() -> Iterator[None]:
     """Let the garbage collector pass over all objects that are there already.
 
-    Tracing makes hundreds of thousands of objects, and with every so many the collector goes through all
-    that the process has: libraries, the model, the user's data. Garbage that is made meanwhile is collected
-    as ever. Where somebody has frozen objects on purpose (see :func:`gc.freeze`), nothing is set aside.
-    Threads may plan at once: what one has set aside stays so until all are done.
+    Tracing makes hundreds of thousands of objects, so the collector often goes through all objects of the
+    process: libraries, the model, the user's data. Garbage that is made meanwhile is collected as ever. If
+    somebody has frozen objects on purpose (see :func:`gc.freeze`), nothing is set aside. Threads may plan at
+    once: the objects that one has set aside stay so until all are done.
     """
     with _set_aside(again=False):
         yield
@@ -38,7 +38,7 @@ def older_objects_set_aside() -> Iterator[None]:
 
 @contextmanager
 def garbage_let_go() -> Iterator[None]:
-    """Collect at the end what garbage was made meanwhile; objects that were there before are passed over."""
+    """Collect at the end the garbage that was made meanwhile; older objects are passed over."""
     with _set_aside(again=True):
         try:
             yield
@@ -48,7 +48,11 @@ def garbage_let_go() -> Iterator[None]:
 
 @contextmanager
 def _set_aside(*, again: bool) -> Iterator[bool]:
-    """Whether older objects are set aside; with `again` also those made since others began to."""
+    """Set older objects aside, unless somebody has frozen some; yields whether they are set aside.
+
+    Args:
+        again: Whether to set aside also the objects made since another context set older ones aside.
+    """
     global _setting_aside, _passing_by
     with _lock:
         is_first = not _setting_aside
@@ -75,10 +79,10 @@ def _set_aside(*, again: bool) -> Iterator[bool]:
 
 @contextmanager
 def newer_objects() -> Iterator[Callable[[], list[object]]]:
-    """Set older objects aside, and tell which are newer; meanwhile the collector seldom goes through all.
+    """Set older objects aside; meanwhile the collector seldom goes through all objects.
 
-    Returns:
-        What lists the objects that were made since.
+    Yields:
+        A function that lists the objects that were made since.
     """
     with _set_aside(again=True) as done, _full_collections_seldom():
         if done:
@@ -94,8 +98,8 @@ def newer_objects() -> Iterator[Callable[[], list[object]]]:
 
 @contextmanager
 def _full_collections_seldom() -> Iterator[None]:
-    """Most of what capturing makes is kept, and going through all of it finds little: it took a sixth of the
-    time of models of many layers."""
+    """Most objects that capturing makes are kept. A full collection of them finds little garbage: such
+    collections took a sixth of the time for models of many layers."""
     first, second, third = gc.get_threshold()
     gc.set_threshold(first, second, third * _SELDOM)
     try:
@@ -106,7 +110,7 @@ def _full_collections_seldom() -> Iterator[None]:
 
 @contextmanager
 def nothing_set_aside() -> Iterator[None]:
-    """Let the garbage collector see all objects; it tells who holds an object of those that it sees only."""
+    """Let the garbage collector see all objects, so that ``gc.get_referrers`` finds all holders of one."""
     with _lock:
         ours = _setting_aside > 0
         if not ours and not gc.get_freeze_count():
@@ -136,9 +140,10 @@ def collector_off() -> Iterator[None]:
 
 @contextmanager
 def made_to_stay() -> Iterator[None]:
-    """Collect no garbage meanwhile, and count what was made as old: for many objects that are kept.
+    """Collect no garbage meanwhile, and make the new objects count as old: for many objects that are kept.
 
-    The collector would go through them twice before it does so. What is frozen and put back counts as old.
+    Without this the collector would go through them twice before they are old. ``gc.unfreeze`` puts objects
+    into the oldest generation.
     """
     with collector_off():
         yield
@@ -149,13 +154,13 @@ def made_to_stay() -> Iterator[None]:
 
 
 def room_on_the_stack(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Run a function where the calls inside of it find room on one piece of the stack.
+    """Run a function so that the calls inside of it find room on one chunk of CPython's data stack.
 
-    CPython keeps the variables of calls on pieces of 16 KiB (``DATA_STACK_CHUNK_SIZE``, from 3.11 on). It
-    gives one back to the system when the first call on it returns, and asks for another with the next: where
-    calls go back and forth across the end of a piece, each takes microseconds. Tracing did so for a tenth of
-    its time. A call that needs more gets a larger piece, and those inside of it what is left of that. What
-    nobody writes to takes no memory.
+    CPython keeps the variables of calls on chunks of 16 KiB (``DATA_STACK_CHUNK_SIZE``, from 3.11 on). It
+    gives a chunk back to the system when the first call on it returns, and asks for one with the next call.
+    So calls that go back and forth across the end of a chunk take microseconds each, which was a tenth of
+    tracing's time. Here the function's code object asks for a large frame: CPython gets a larger chunk for
+    it, and the calls inside use the rest of that. Pages that nobody writes to take no memory.
     """
 
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -166,7 +171,7 @@ def room_on_the_stack(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def read_at_most(path: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """What a file holds, up to a byte more than is allowed. Python makes room for all that is asked for."""
+    """The content of a file, up to one byte more than `most_bytes`. ``read(n)`` would allocate n bytes."""
     with open(path, "rb") as file:
         found = os.fstat(file.fileno())
         known = min(found.st_size, most_bytes) if stat.S_ISREG(found.st_mode) else most_bytes

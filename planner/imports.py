@@ -1,7 +1,7 @@
 """Imports that leave Python's random generator as it is: rich draws from it when it is first imported.
 
-Meanwhile no garbage is collected: the collector would go through the user's model, which is there already,
-and through what is imported, which stays.
+Meanwhile no garbage is collected: the collector would go through the user's model and the imported modules,
+which all stay.
 """
 
 import random
@@ -13,7 +13,7 @@ from planner.heap import made_to_stay
 
 
 def import_without_drawing(name: str) -> ModuleType:
-    """What ``importlib.import_module(name)`` returns, with the state of ``random`` as it was before."""
+    """Import a module as ``importlib.import_module`` does, and restore the state of ``random``."""
     if name in sys.modules:
         return import_module(name)  # which waits for a thread that imports it just now
     state = random.getstate()

@@ -76,7 +76,7 @@ def raise_interrupt() -> None:
 
 
 def at_stages(progress: Callable[[str, float], None] | None) -> Callable[[str, float], None]:
-    """What reports progress, and raises a waiting KeyboardInterrupt, which does no harm there."""
+    """A progress report that also raises a waiting KeyboardInterrupt: between stages that does no harm."""
 
     def report(text: str, fraction: float) -> None:
         raise_interrupt()

@@ -9,11 +9,11 @@ from planner.addresses import identity
 
 
 def parts_of(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules inside of one, itself the first: what ``module.modules()`` gives.
+    """The modules inside of one, itself the first, as ``module.modules()`` gives them.
 
-    That goes through a generator for each level that a part is nested in, and names each: it takes five times
-    as long, and planning looks through all parts dozens of times. A class may also have a method of its own
-    that gives fewer, for its optimizer: what the others take counts all the same.
+    That method goes through a generator for each level of nesting, and makes a name for each part: it takes
+    five times as long, and planning looks through all parts dozens of times. A class may also override it to
+    hide parts from its optimizer, whose memory counts all the same.
     """
     found: dict[torch.nn.Module, None] = {}
     pending: list[Iterator[torch.nn.Module | None]] = [iter([module])]  # by level: what is still to come

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 Progress = Callable[[str, float], None]
-"""Called with what is being done, and how much of all is done, from 0 to 1."""
+"""Called with a text about the work that begins, and with the share of all work that is done, from 0 to 1."""
 
 
 def no_report(text: str, fraction: float) -> None:

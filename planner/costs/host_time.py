@@ -1,9 +1,9 @@
 """Seconds that Python takes to follow a plan, beside those of the operators.
 
-On the CPU nothing runs beside Python. What it takes to follow a plan by replays is counted; what it takes to
-enter graphs, which is the same whatever is recomputed, is told. On a GPU operators wait in a queue while
-Python goes on. Python counts only where it has waited for data of the device, as to take a branch: then the
-queue is empty, and the device waits until Python has entered the next planned graph.
+On the CPU no operator runs while Python does. The seconds for following a plan by replays are counted. Those
+for entering graphs do not depend on the schedule: they are only reported. On a GPU operators wait in a queue
+while Python goes on. Python's seconds count only after it waited for data of the device, as to take a branch:
+then the queue is empty, and the device waits until Python has entered the next planned graph.
 ``benchmarks/host_time.py`` compares these seconds with steps.
 """
 
@@ -19,10 +19,10 @@ from planner.costs.kernel_timer import MeasuredCosts
 from planner.costs.roofline import Costs
 
 USUAL = 4e-6
-"""Seconds of a call of an operator under a dispatch mode that does nothing, where nobody measures them."""
+"""Seconds of a call of an operator under a dispatch mode that does nothing, if they are not measured."""
 
 CALL, SAVE, AGAIN = 2.5, 3.0, 4.0
-"""How many of these take as long as a call that is counted, as a tensor that autograd saves, as a re-run."""
+"""Multiples of these seconds: for a call that is counted, for a tensor that autograd saves, for a re-run."""
 
 GRAPH = 1e-3
 """Seconds of Dynamo's guards, AOTAutograd's wrappers and hooks for each graph in a step on the CPU: 0.7 to

@@ -107,7 +107,7 @@ class WorkspaceMeter:
         failures: Operators that could not be run, with the reason, by signature. Their workspace counts as 0.
         unmeasured: Operators that were not run, since that would end an open profiler session. They count as
             0, too.
-        made_up: What they are run with.
+        made_up: Makes the arguments that they are run with.
     """
 
     def __init__(self, device: torch.device | str, cache_path: Path | str | None = "default") -> None:

@@ -131,7 +131,7 @@ class _Region:
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
-        self._read = 0  # so many calls have their parameters in the next two sets
+        self._read = 0  # the number of calls whose parameters are in the next two sets
         self._alone: set[int] = set()
         self._others: set[int] = set()
         self._unplanned: set[int] = set()

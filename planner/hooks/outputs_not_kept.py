@@ -1,4 +1,4 @@
-"""Results of a forward that a plan does without: what is in their place says so to who asks for data."""
+"""Outputs that a plan does not keep: tensors without data stand for them. Reading data is an error."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ _LIKE = ("empty_like", "full_like", "ones_like", "rand", "zeros_like")
 
 
 class OutputNotKept(torch.Tensor):
-    """An output without data. It knows its sizes and type; what needs data is an error that says why."""
+    """An output without data. It knows its sizes and type; an operation on data is an error that says why."""
 
     @classmethod
     def __torch_function__(

@@ -71,7 +71,7 @@ class Event(NamedTuple):
         reads: Indices of the recorded storages that it reads, one per tensor argument (resident: -1).
         allocates: Indices of the storages that it allocates, in order of the outputs.
         backward: Whether it ran inside a backward pass.
-        graph: For a captured graph, what ran (:class:`planner.capture.graphs.graph_call.GraphCall`).
+        graph: The :class:`planner.capture.graphs.graph_call.GraphCall` of a captured graph; else None.
         node: The autograd node that it ran in; None in the forward.
     """
 
@@ -90,9 +90,9 @@ class Recording:
     Attributes:
         outputs: Example outputs of each distinct call.
         gradients: The storages that are gradients of parameters when the step has ended.
-        results: Those of outputs that a pipeline does not hold beyond a micro-batch's backward. What is sent
-            to the next stage it does, unless these are let go of.
-        sent: Those of outputs that go to the next stage of a pipeline and are let go of when they are there.
+        results: The storages of outputs that a pipeline does not hold beyond a micro-batch's backward. It
+            does hold those that are sent to the next stage, unless it frees them early.
+        sent: The storages of outputs that are sent to the next stage of a pipeline, which then frees them.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -116,11 +116,11 @@ class StepRecorder(autograd.InfrastructureMode):
             the step as far as is known, nor made by it.
 
     Attributes:
-        under_a_mode: Whether what is recorded is going to run under a dispatch mode: what PyTorch writes in
-            place, or chooses by data, for plain tensors only, it then does not.
-        otherwise_rounded: Whether gradients of products were computed under one, which are then rounded
-            otherwise than without.
-        runs_otherwise: Whether something may have run under one as it does not without.
+        under_a_mode: Whether the recorded operations are going to run under a dispatch mode. PyTorch then
+            neither writes in place nor chooses by data where it does so for plain tensors only.
+        otherwise_rounded: Whether gradients of products were computed under such a mode, which rounds them
+            otherwise.
+        runs_otherwise: Whether an operation may have run otherwise under such a mode than without.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class StepRecorder(autograd.InfrastructureMode):
         self._read_by_collectives: dict[int, torch.Tensor] = {}  # by storage of the result
         self.writes = Counter[int]()  # by the identity of memory
         self.resizes = Counter[int]()  # of storages, by the same
-        self._lies_in: dict[int, int] = {}  # by storage of a view without data of what has some
+        self._lies_in: dict[int, int] = {}  # by storage of a view without data: that of the viewed data
         self.unseen: UnseenWrites | None = None
         self.under_a_mode = self.otherwise_rounded = self.runs_otherwise = False
         # Held: their identities are not used again.
@@ -183,7 +183,7 @@ class StepRecorder(autograd.InfrastructureMode):
             instead = self._extremes.instead(func, args, kwargs)
             if instead is not None:
                 return instead[0]
-        # What lift_fresh is given was made just now.
+        # The argument of lift_fresh was made just now.
         given = [] if func is torch.ops.aten.lift_fresh.default else _tensors(args, kwargs)
         unknown = {key: t for t in given if (key := fake.storage_key(t)) not in self._known}
         if unknown:
@@ -225,7 +225,7 @@ class StepRecorder(autograd.InfrastructureMode):
         asked = _tensors((operators.asked_for(func, args, out),), {})
         made = [t for t in asked if fake.storage_key(t) not in unknown]
         lent = func is torch.ops.aten.lift_fresh.default and is_lent(args[0])
-        # What is unknown may have data, and its view, or what a write returns, none.
+        # An unknown tensor may have data, although its view, or the result of a write to it, has none.
         if lent or func in operators.KEPT_BY_PYTORCH or (unknown and operators.returns_given(func)):
             self._is_resident(t for t in made if fake.storage_key(t) not in self._known)
             if len(unknown) == 1:
@@ -248,7 +248,7 @@ class StepRecorder(autograd.InfrastructureMode):
         self._patches.close()
         self._record_saved_number()
         self._saved_numbers.runs(None)
-        self._ended = True  # what lives now outlives the step
+        self._ended = True  # storages that are alive now outlive the step
         self._leave_out_the_host()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
@@ -357,8 +357,8 @@ class StepRecorder(autograd.InfrastructureMode):
             self._known[storage_number(storage)] = -1
 
     def _note_growth(self, written: Sequence[torch.Tensor]) -> None:
-        """Note the storages that an operator made larger, as `out=` an empty tensor does, with that size from
-        the first: what was smaller is there no longer."""
+        """Note storages that an operator made larger, as with `out=` an empty tensor. They count with that
+        size from the first: the smaller memory was freed."""
         for tensor in written:
             if (number := self.index_of(tensor)) >= 0:
                 storage = self.recording.storages[number]
@@ -464,7 +464,7 @@ class StepRecorder(autograd.InfrastructureMode):
         return not self.under_a_mode
 
     def _in_place(self, func: Any, args: Any, node: tuple[str, int] | None) -> Any:
-        # What a node makes itself it changes in place, but not where tensor subclasses may be involved.
+        # A node changes tensors that it made itself in place, unless tensor subclasses may be involved.
         in_place = (
             None if node is None or self.under_a_mode else autograd.in_place_for_plain_tensors(node[0], func)
         )

@@ -82,7 +82,7 @@ class Yardstick:
         finite = [e for e in others if not math.isinf(e)]
         largest = float(_wide(exact).abs().nan_to_num(0.0, 0.0, 0.0).max()) if exact.numel() else 0.0
         floor = _ROUNDINGS * torch.finfo(value.dtype).eps * largest
-        # What is zero but for roundings, as the gradient of a bias of keys, may be any other of their size.
+        # A value that is zero but for rounding, as the gradient of a bias of keys, may be any of that size.
         times = _ROUNDINGS if max(finite, default=0.0) > largest else self._times
         return error <= times * max(finite, default=0.0) + floor
 

@@ -47,4 +47,4 @@ GIVEN_FORMS: dict[Any, Any] = {operator: own for operator, (own, _) in _OWN.item
 """Backwards of average pooling and padding, and for each the operator that is given a form."""
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {FORM_OF: form_of, **dict(_OWN.values())}
-"""What emitted code calls in the place of each, without a dispatcher between."""
+"""By operator: the function that emitted code calls instead, without the dispatcher."""

@@ -151,4 +151,4 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     PACK_BITS: pack_bits,
     UNPACK_BITS: unpack_bits,
 }
-"""What emitted code calls in the place of each, without a dispatcher between."""
+"""By operator: the function that emitted code calls instead, without the dispatcher."""

@@ -36,4 +36,4 @@ GIVEN_TENSORS: dict[Any, Any] = {own: operator for operator, own in GIVEN_SIZES.
 """The same, the other way round."""
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = dict(_OWN.values())
-"""What emitted code calls in the place of each, without a dispatcher between."""
+"""By operator: the function that emitted code calls instead, without the dispatcher."""

@@ -46,8 +46,8 @@ def mask_gradient(gradient: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     """The backward of ReLU.
 
     Args:
-        gradient: That of its result.
-        signs: What :func:`pack_signs` returned for its result.
+        gradient: The gradient of its result.
+        signs: The result of :func:`pack_signs` for its result.
     """
     return _masked(gradient, signs, None)
 
@@ -98,4 +98,4 @@ MASK_GRADIENT = _defined("mask_gradient(Tensor gradient, Tensor signs) -> Tensor
 MASK_GRADIENT_ = _defined("mask_gradient_(Tensor(a!) gradient, Tensor signs) -> Tensor(a!)", mask_gradient_)
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {PACK_SIGNS: pack_signs, MASK_GRADIENT: mask_gradient}
-"""What emitted code calls in the place of each, without a dispatcher between."""
+"""By operator: the function that emitted code calls instead, without the dispatcher."""

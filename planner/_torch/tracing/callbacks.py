@@ -34,7 +34,7 @@ class Callback:
 
 
 _COMPILING = ("torch._higher_order_ops.", "torch.nn.attention.flex_attention")
-"""Modules of PyTorch's that compile what they are given, to call it operation by operation: torch.cond."""
+"""Modules of PyTorch that compile a function that they are given, as torch.cond does."""
 
 
 class _Running(threading.local):
@@ -81,7 +81,7 @@ def _runs_uncompiled(callback: object) -> bool:
     called = _running.called
     if called is None or callback in (None, False):
         return False
-    wrapper = sys._getframe(2)  # Dynamo's, around what is compiled
+    wrapper = sys._getframe(2)  # Dynamo's frame around the function that is compiled
     caller = wrapper.f_back
     if caller is not None and str(caller.f_globals.get("__name__")).startswith(_COMPILING):
         return False

@@ -204,7 +204,7 @@ def _casts_inside(_tx: Any, *_args: Any, **_kwargs: Any) -> tuple[str, str] | No
 
 
 def _makes_room_for_channels(_tx: Any, *args: Any, **kwargs: Any) -> tuple[str, str] | None:
-    # What observes each channel begins with no numbers, and makes room for them when it first runs.
+    # An observer of channels begins with empty tensors, and resizes them when it first runs.
     lowest = args[3] if len(args) > 3 else kwargs.get("running_min")
     if 0 not in (getattr(lowest, "size", None) or ()):
         return None
