@@ -1,11 +1,12 @@
 """Times operations on the device at hand, each distinct one once.
 
 On the CPU the time is process time, all threads together; other processes do not count. An operation that
-runs over and over finds its inputs in the cache. In a step other operations have replaced them there in the
-meantime: so as much memory is read before each run. The least time of several runs counts: what a first run
-sets up, and other processes at the same memory, only add to it.
+runs over and over finds its inputs in the cache, but in a step other operations have replaced them there. So
+other memory is read before each run: as much as the step has, at most as much as the cache holds. The least
+time of several runs counts, as the setup of a first run, and other processes that use the memory, only add to
+it.
 
-On CUDA the time is that between two events on the device: launches count only where they are the bound.
+On CUDA the time is that between two events on the device: launches count only if they are the bound.
 Times are kept in memory and on disk, in nanoseconds, by operator, shapes, strides, dtypes and environment.
 """
 
@@ -38,18 +39,18 @@ from planner.training_step.call import Call
 logger = logging.getLogger(__name__)
 
 OnTimed = Callable[[int, str], None]
-"""Called with how many operations have been timed, and the name of the next."""
+"""Called with the number of operations that have been timed, and the name of the next."""
 
 REPEATS = 3
 ENOUGH_SECONDS = 0.05
-"""After this time an operation runs no more often."""
+"""An operation that has run this long is not repeated again."""
 LEAST_SECONDS = 1e-3
-"""On CUDA a repeat runs an operation so often that it takes this long."""
+"""On CUDA each repeat runs an operation as many times as take this long."""
 MOST_RUNS = 1000
 LAST_LEVEL_CACHE = 32 * 2**20
-"""Bytes of a CPU's last cache, where the system does not tell."""
+"""Bytes of a CPU's last-level cache, if the system does not tell."""
 WAIT_SECONDS = 5e-3
-"""How long a CUDA device is kept busy while the timed operations are launched."""
+"""The time for which a CUDA device is kept busy while the timed operations are launched."""
 
 
 class MeasuredCosts:
@@ -58,8 +59,9 @@ class MeasuredCosts:
     Attributes:
         name: The name of these costs in a plan.
         failures: Operations that could not be timed, with the reason, by signature.
-        left_out: By signature, seconds of operations that were not timed, since the time for that was used
-            up: the roofline's, in proportion to those of what was timed, of that operator if any.
+        left_out: By signature: seconds of operations that were not timed, as the time for timing was used up.
+            They are the roofline's times a factor, by which the timed operations, those of the same operator
+            if there are any, took longer than their rooflines.
     """
 
     name = "measured"

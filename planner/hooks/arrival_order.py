@@ -47,5 +47,5 @@ class ArrivalOrder(GraphHook):
 
 
 def hook(_context: HookContext) -> ArrivalOrder:
-    """For every graph. Outside ``DistributedDataParallel`` only weights with hooks become views."""
+    """A hook for every graph. Outside ``DistributedDataParallel`` only weights with hooks become views."""
     return ArrivalOrder()

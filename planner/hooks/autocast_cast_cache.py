@@ -86,7 +86,7 @@ class AutocastCastCache(GraphHook):
 
 
 def hook(context: HookContext) -> AutocastCastCache:
-    """For every graph; it warns of weights whose gradients cannot be added as in eager."""
+    """A hook for every graph; it warns of weights whose gradients cannot be added as in eager."""
     return AutocastCastCache(context.warn)
 
 

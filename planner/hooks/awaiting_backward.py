@@ -53,5 +53,5 @@ class Awaiting(GraphHook):
 
 
 def hook(context: HookContext) -> Awaiting:
-    """For every graph."""
+    """A hook for every graph."""
     return Awaiting(context.calls)

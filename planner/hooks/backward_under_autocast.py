@@ -60,5 +60,5 @@ def _type(node: Node) -> Any:
 
 
 def hook(context: HookContext) -> GraphHook:
-    """For every graph but Inductor's: a compiled backward is not cast without a plan either."""
+    """A hook for every graph but Inductor's: a compiled backward is not cast without a plan either."""
     return BackwardUnderAutocast(context.warn) if context.plan.target.backend in BY_OPERATORS else GraphHook()

@@ -40,6 +40,6 @@ class DefaultDtype(GraphHook):
 
 
 def hook(context: HookContext) -> GraphHook:
-    """For every graph that recomputes anything, but Inductor's: its programs have types of their own."""
+    """A hook for every graph that recomputes, but Inductor's: its programs have types of their own."""
     again = context.plan.recomputed_operations and context.plan.target.backend in BY_OPERATORS
     return DefaultDtype() if again else GraphHook()

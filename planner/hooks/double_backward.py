@@ -152,7 +152,7 @@ class DoubleBackward(GraphHook):
 
 
 def hook(context: HookContext) -> DoubleBackward:
-    """For every graph; its forward runs again unless there is an obstacle."""
+    """A hook for every graph; its forward runs again unless there is an obstacle."""
     obstacle = "it was called under autocast" if context.autocast else None
     if context.plan.coverage != "one-graph":
         # Held for a second run, results that one part hands to another would live for longer than planned.

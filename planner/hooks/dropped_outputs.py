@@ -57,5 +57,5 @@ class DroppedOutputs(GraphHook):
 
 
 def hook(context: HookContext) -> DroppedOutputs:
-    """For the outputs that the plan's loss does not use."""
+    """A hook for the outputs that the plan's loss does not use."""
     return DroppedOutputs(context.unused_outputs, context.plan, context.warn)

@@ -157,5 +157,5 @@ class ExternalAccumulationCheck(GraphHook):
 
 
 def hook(context: HookContext) -> ExternalAccumulationCheck:
-    """For every graph; it warns the user."""
+    """A hook for every graph; it warns the user."""
     return ExternalAccumulationCheck(context.warn)

@@ -58,5 +58,5 @@ class OutputsNotKept(GraphHook):
 
 
 def hook(context: HookContext) -> GraphHook:  # noqa: ARG001
-    """The hook of one graph."""
+    """A hook for every graph that may refuse a second backward."""
     return OutputsNotKept()

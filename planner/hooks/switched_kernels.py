@@ -51,5 +51,5 @@ class SwitchedKernels(GraphHook):
 
 
 def hook(context: HookContext) -> SwitchedKernels:
-    """For every graph; it warns the user."""
+    """A hook for every graph; it warns the user."""
     return SwitchedKernels(context.plan.recomputed_operations > 0, context.warn)

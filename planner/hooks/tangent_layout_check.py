@@ -49,5 +49,5 @@ class TangentLayoutCheck(GraphHook):
 
 
 def hook(context: HookContext) -> TangentLayoutCheck:
-    """For every graph; it warns the user."""
+    """A hook for every graph; it warns the user."""
     return TangentLayoutCheck(context.warn)

@@ -33,7 +33,7 @@ def python_binding(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
     if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten":
         return None
     if not any(isinstance(a, torch.Tensor) for a in args):
-        return None  # what makes tensors out of nothing answers to torch.set_default_device()
+        return None  # a factory function answers to torch.set_default_device()
     name = operator._schema.name.removeprefix("aten::")
     for namespace in _NAMESPACES:
         candidate = getattr(namespace, name, None)

@@ -1,7 +1,8 @@
 """The planner's own operators of max-pooling: backwards that are given sizes.
 
-PyTorch's are given the operand of pooling, which therefore has to be kept, though they read only its sizes
-and its memory format. Here the memory of the result is passed to the kernel in its place.
+PyTorch's backwards read only the sizes and the memory format of pooling's operand, but get the operand, which
+has to be kept for them. These get its sizes, and pass the memory of the result to the kernel instead of the
+operand.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ aten = torch.ops.aten
 
 
 def _laid_by_sizes(_gradient: torch.Tensor, sizes: list[int], *rest: Any) -> Laid:
-    return sizes, memory_format(rest[-1])  # pooling returns indices in the memory format of what it pooled
+    return sizes, memory_format(rest[-1])  # pooling returns indices in the memory format of its operand
 
 
 _OWN = {

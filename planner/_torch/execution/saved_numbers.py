@@ -1,8 +1,8 @@
-"""Python numbers that autograd saves, as tensors of eight bytes that no dispatch mode sees made.
+"""Python numbers that autograd saves, each as a tensor of eight bytes whose making no dispatch mode sees.
 
-They are found in the node of the result. Where a view is written in place, as by ``x[:, :3].mul_(2)``, that
-node is one of the view's base, with the operation's own inside, where nobody can look. So a stand-in is made
-of the number, which lives as long: until the node is gone, or has run in a backward that keeps nothing.
+They are found in the node of the result. But if a view is written in place, as by ``x[:, :3].mul_(2)``, the
+result's node is a ``CopySlices`` of the view's base, which hides the operation's own node. So a stand-in for
+the number is made, which lives as long: until the node is gone, or has run in a backward that keeps nothing.
 """
 
 import weakref
@@ -27,7 +27,7 @@ class _StandIns(list[torch.Tensor]):
 
 
 class SavedNumbers:
-    """The tensors that autograd saves for numbers that operations are given, while a step is recorded."""
+    """Finds the tensors that autograd saves for numbers among arguments, while a step is recorded."""
 
     def __init__(self) -> None:
         self._last: tuple[Callable[[], torch.Tensor | None], Mapping[str, Any], _Node | None] | None = None
@@ -47,8 +47,8 @@ class SavedNumbers:
         Args:
             operator: The operator.
             args: Its positional arguments.
-            numbers: Those that are numbers where tensors are expected, by name.
-            out: What it returned.
+            numbers: The arguments that are numbers where tensors are expected, by name.
+            out: Its result.
             node: The autograd node that it ran in; None in the forward.
         """
         if not isinstance(out, torch.Tensor) or out.device.type != "cpu":
@@ -56,11 +56,11 @@ class SavedNumbers:
         if not out._is_view():
             self._last = weakref.ref(out), numbers, node
         elif torch.is_grad_enabled() and (out.is_floating_point() or out.is_complex()):
-            # Of a view that is written the user may hold nothing but the base, which is held until found.
+            # The user may hold only the base of the written view: it is held here until the node is found.
             self._last = partial(_itself, out._base), _saved(operator, args, numbers), node
 
     def found(self) -> tuple[list[torch.Tensor], _Node | None]:
-        """The numbers saved of the operation that was noted last, and the node that it ran in."""
+        """The numbers saved for the operation that was noted last, and the node that it ran in."""
         if self._last is None:
             return [], None
         (result, numbers, node), self._last = self._last, None

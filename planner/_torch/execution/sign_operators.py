@@ -1,4 +1,4 @@
-"""The planner's own operators on results of ReLU: pack a bit for each element, and differentiate by the bits.
+"""The planner's own operators on results of ReLU: pack a bit for each element, and run the backward by it.
 
 ReLU's backward reads only which elements of the result are above zero, or NaN.
 """
@@ -14,14 +14,13 @@ from planner.errors import warn
 aten = torch.ops.aten
 
 _CHUNK = 1 << 18
-"""Elements that are compared at once: as many as stay in a core's cache."""
+"""Elements that are compared at once: they stay in a core's cache."""
 
 
 def pack_signs(result: torch.Tensor) -> torch.Tensor:
-    """Which elements of a result of ReLU are not zero, as bits, eight to a byte, in one dimension.
+    """Pack a bit for each element of a result of ReLU, 1 if it is not zero: eight a byte, in one dimension.
 
-    Of one that does not lie in memory row by row, as planned ones do, they are kept as booleans, with a
-    warning.
+    If the result is not contiguous, unlike in the plan, booleans are returned instead, with a warning.
     """
     if not result.is_contiguous():
         warn(
