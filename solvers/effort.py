@@ -46,16 +46,16 @@ class PortfolioSettings:
             captured graph.
         parts_enough: A search part by part ends this near to the bound.
         parts_stretches: How many forward operations it looks at together at most, where they are no layers.
-        parts_work, parts_nodes: What the programs of this search take together, in iterations of the simplex
-            method, and the nodes of the tree of each; 10,000 iterations take one to two seconds.
+        parts_work, parts_nodes: The most iterations of the simplex method for all programs of this search,
+            and the most nodes of the tree of each. 10,000 iterations take one to two seconds.
         usual_length: Larger graphs get more process seconds, in proportion to their forward operations.
         least_share: The share of a time limit that the forms of least peak get.
         nearly_fits: A budget that nothing is found for is tried once more with the best effort if the least
             that is found is at most this many times as large.
         below_least: Whether budgets just below the least peak that was found are tried as well.
-        least_rounds: How often at most.
-        least_failures: Of the least at some extra time: after so many smaller budgets in a row that were not
-            met, no more are tried.
+        least_rounds: The most such budgets.
+        least_failures: For the least peak at some extra time: the number of smaller budgets in a row that are
+            not met, after which no more are tried.
         small_trading_share, large_trading_share: The share of the time left that local improvement gets.
         polishing_rounds: How often local improvement goes over an answer at most.
     """

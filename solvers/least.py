@@ -114,9 +114,9 @@ def bisect(
         attempt: Solves for a budget.
         low: Bytes that are not enough.
         best: A schedule that is fast enough.
-        most_seconds: Of the step.
+        most_seconds: The most seconds of the step.
         time_limit: Wall seconds.
-        most_failures: After so many attempts in a row that find nothing, no more are made.
+        most_failures: The number of attempts in a row that find nothing, after which no more are made.
     """
     begin, failures = perf_counter(), 0
     while best.peak_bytes - low > max(1, NEAR * best.peak_bytes):

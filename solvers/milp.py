@@ -51,10 +51,11 @@ class Program:
     """Minimise ``cost @ x`` subject to ``low <= x <= high``, rows ``a @ x >= bound``, some integer.
 
     Attributes:
-        cost, low, high, integer: Of each variable.
+        cost, low, high: The cost of each variable, and its bounds.
+        integer: Whether each variable is integer.
         row_start: For each row where its terms begin in ``index`` and ``coefficient``, then where the last
             ends.
-        row_low, row_high: Of each row.
+        row_low, row_high: The bounds of each row.
         index: The variable of each term.
         coefficient: The factor of each term.
     """

@@ -30,12 +30,12 @@ class Sized:
     Attributes:
         size: The batch, say.
         graph: The problem.
-        footprint: What does not depend on the schedule.
+        footprint: The memory that does not depend on the schedule.
         eager_bytes: Live bytes of the unplanned step over its operations, int64.
-        eager_allocations: What it allocates, in order.
-        eager_final_bytes: What the unplanned step leaves.
-        eager_seconds: Its time.
-        final_bytes: What a planned step leaves.
+        eager_allocations: The blocks that it allocates, in order.
+        eager_final_bytes: Bytes that the unplanned step leaves.
+        eager_seconds: Its seconds.
+        final_bytes: Bytes that a planned step leaves.
     """
 
     size: int
@@ -70,7 +70,7 @@ class Sized:
 
     @property
     def unplanned_bytes(self) -> int:
-        """What the device must have for the unplanned step."""
+        """Bytes that the device must have for the unplanned step."""
         return self.unplanned.total_bytes
 
     def whole_step(self, schedule: Schedule) -> WholeStep:
@@ -86,7 +86,7 @@ class Sized:
         return self._whole_steps[key]
 
     def total_bytes(self, schedule: Schedule) -> int:
-        """What the device must have for the step by a schedule."""
+        """Bytes that the device must have for the step by a schedule."""
         return self.whole_step(schedule).total_bytes
 
     @cached_property
@@ -94,15 +94,15 @@ class Sized:
         return {}
 
     def room_bytes(self, budget_bytes: int) -> int:
-        """The dynamic peak that a budget leaves if no more is reserved than is allocated; nothing where the
-        step cannot fit at all."""
+        """The dynamic peak that a budget leaves if no more is reserved than is allocated; 0 if the step
+        cannot fit at all."""
         if self.footprint.whole_step(0, self.final_bytes).total_bytes > budget_bytes:
             return 0
         return self.footprint.room_bytes(budget_bytes)
 
     @cached_property
     def structure(self) -> tuple[object, ...]:
-        """What must be the same for one size to say something about another."""
+        """The facts that two sizes must share, so that one can be estimated from the other."""
         ops = self.graph.ops
         return (
             self.graph.base_length,

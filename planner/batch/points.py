@@ -1,4 +1,4 @@
-"""What a search for the largest batch answers: batches, and those among which to choose."""
+"""The results of a search for the largest batch: batches, and those among which to choose."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,15 +12,15 @@ class BatchPoint:
 
     Attributes:
         batch: The batch.
-        total_bytes: What the device must have for the whole step.
-        allocated_bytes: The most that is allocated.
-        reserved_bytes: What the allocator of a GPU reserves for that, workspaces of libraries included.
+        total_bytes: Bytes that the device must have for the whole step.
+        allocated_bytes: The most bytes that are allocated.
+        reserved_bytes: Bytes that a GPU's allocator reserves for these, workspaces of libraries included.
         seconds: Predicted time of forward, backward and the optimizer's step.
         samples_per_second: Batch over seconds.
         overhead: Time of forward and backward per sample, over that of the largest unplanned batch, as it is
             or as it is captured, whichever takes longer: 0.29 is 29 % slower. Over the same batch without
             recomputation where no unplanned batch fits.
-        captured: The step was captured at this batch, not estimated from others.
+        captured: Whether the step was captured at this batch, not estimated from others.
         planned: Whether it is a planned step.
     """
 
@@ -57,7 +57,7 @@ class MaxBatch:
     Attributes:
         batch: The largest batch at the overhead that was allowed.
         plan: The plan for it.
-        budget_bytes: What bounded it.
+        budget_bytes: The budget that bounded it.
         largest: The largest batch's figures.
         unplanned: The largest batch that fits without a plan; None where not even one sample does.
         fastest: The batch of most samples a second of all that were looked at; often that is `unplanned`.
@@ -97,5 +97,5 @@ class MaxBatch:
 
 
 def named(max_overhead: float | None) -> str:
-    """What the largest batch at an overhead is called."""
+    """The name of the largest batch at an overhead."""
     return "largest at any price" if max_overhead is None else f"largest at +{100 * max_overhead:.3g}%"

@@ -63,11 +63,12 @@ def _as_it_is(call: torch.nn.Module, _: Any) -> torch.nn.Module:
 
 
 class Most(NamedTuple):
-    """What a step may be at most to be captured.
+    """Bounds beyond which capturing a step is an error.
 
     Attributes:
-        graphs: With as many graphs, the next break is an error, and each is where data decide what runs.
-        operations: More in the forward that make something are an error; None for no bound.
+        graphs: The most graphs. Once there are as many, a break is an error; one at which data decide what
+            runs always is.
+        operations: The most operations of the forward that make values; None for no bound.
     """
 
     graphs: int

@@ -33,7 +33,7 @@ class CapturedGraph:
         overwritten: Results that the step changes in place before their backward, by position.
         places: Executions of another graph, of the same structure and occurrence, that this one stands for:
             their gradients lie differently in memory. Empty for the graph that stands for the rest.
-        split_runs: What it computes in pieces: modules, and how many rows there are of each.
+        split_runs: The modules that it computes in pieces, each with its number of rows.
     """
 
     structure: str
@@ -53,10 +53,10 @@ class CapturedStep:
 
     Attributes:
         graphs: The captured graphs, in order of first execution.
-        eager: What the uncompiled step did.
-        compiled: What the compiled step did, graphs as single events.
+        eager: The recording of the uncompiled step.
+        compiled: The recording of the compiled step, with graphs as single events.
         parameters, buffers, inputs: The tensors that are there before the step.
-        gradients: Those that are there before the step and are added to.
+        gradients: The gradients that are there before the step and are added to.
         arriving: Tensors like the gradients of outputs, where the next stage of a pipeline sends these.
         breaks: Where and why the forward was cut into graphs, a line each.
         eager_operations: Operations of the module's forward that no graph covers: they run as written.

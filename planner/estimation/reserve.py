@@ -16,7 +16,7 @@ from planner.training_step.inputs import Inputs, check_model
 
 
 class Reserving:
-    """What a module does before each training step."""
+    """A hook of a module that reserves the arena before each training step."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -28,10 +28,10 @@ class Reserving:
 
 @dataclass(frozen=True)
 class Reserved:
-    """What :func:`reserve` did.
+    """The result of :func:`reserve`.
 
     Attributes:
-        before, after: The whole step without it and with it, as predicted.
+        before, after: The predicted whole step without the reserved segments and with them.
     """
 
     before: WholeStep

@@ -21,7 +21,7 @@ from solvers.model.schedule import simulate
 from solvers.whole_blocks import OUTSIDE, recompute_blocks
 
 _CANDIDATES = 48
-"""So many modules are tried for each name that is suggested: those that hold most."""
+"""The number of modules, those that hold most, that are tried for each name that is suggested."""
 
 
 @shows_options(StepKeywords)

@@ -107,10 +107,10 @@ class Writing(NamedTuple):
     """A call that writes its result into one of its arguments.
 
     Attributes:
-        operator: What is called.
-        position: Which argument is written into.
-        keyword: By which name the operator takes that argument a second time; None where it is the first
-            one's memory that it writes to.
+        operator: The operator that is called.
+        position: The position of the argument that is written into.
+        keyword: The name of the parameter by which the operator takes that argument a second time; None if it
+            writes to its first argument.
     """
 
     operator: Any

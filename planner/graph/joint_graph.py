@@ -33,7 +33,7 @@ INPUT = "input"
 """Name of an input among the operations."""
 
 RESIDENT = -1
-"""Storage number of what lives outside the schedule: parameters, buffers, inputs, constants."""
+"""Storage number of all tensors that live outside the schedule: parameters, buffers, inputs, constants."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +46,11 @@ class JointOp:
         backward: Whether it was traced in the backward.
         reads: Storage numbers of its tensor inputs, without resident ones, each once.
         allocates: Storage numbers that it allocates, in order of its outputs.
-        rule: How it is run again.
+        rule: The way to run it again.
         reads_mutated: Whether a second run reads an input that the step overwrites.
-        written: The storage of another operation that it writes its result into; None where it allocates.
-        writers: Of an operation of the forward those that write their results into what it made, in order.
-            They run again with it, and not without.
+        written: The storage of another operation that it writes its result into; None if it allocates one.
+        writers: The operations that write their results into a storage that this one, of the forward,
+            allocates, in order. They run again with it, and not without.
     """
 
     index: int
@@ -65,8 +65,8 @@ class JointOp:
 
     @property
     def recomputable(self) -> bool:
-        """Whether a second run, in its replay form, gives the same values and touches nothing else; none of
-        an input has."""
+        """Whether a second run, in its replay form, gives the same values and touches nothing else. An input
+        has no second run."""
         target = self.node.target
         if self.backward or not operators.is_operator(target) or has_effects(target):
             return False
@@ -81,7 +81,7 @@ class JointOp:
 
     @property
     def read_again(self) -> Sequence[Node]:
-        """What a second run reads, that of :attr:`writers` included."""
+        """The nodes that a second run reads, the second runs of :attr:`writers` included."""
         found = dict.fromkeys(self.rule.reads_again(self.node))
         for writer in self.writers:
             found.update(dict.fromkeys(writer.node.all_input_nodes))

@@ -51,8 +51,8 @@ class CompiledJoint:
     """A joint graph, compiled.
 
     Attributes:
-        call: What runs it, with the inputs of Dynamo's graph.
-        followed: What could be followed of the specification that it was traced by.
+        call: Runs it with the inputs of Dynamo's graph.
+        followed: The part of its specification that tracing could follow.
     """
 
     call: Callable[..., Any]
@@ -81,8 +81,8 @@ def trace_joint(
         partition: Makes a forward and a backward graph of the corrected joint graph. Not called where there
             is nothing to differentiate; ``compile_forward`` then compiles the graph as it is.
         compile_forward, compile_backward: Compile these.
-        autocast: What the forward is called in.
-        cuda: It will run on CUDA, wherever its tensors without data are.
+        autocast: The autocast that the forward is called in.
+        cuda: Whether it will run on CUDA, wherever its tensors without data are.
     """
     name_apart(graph)
     differentiated = detach_outputs(graph, spec.unused_outputs)

@@ -50,9 +50,9 @@ class Problem:
         eager: Timeline of the step without a plan.
         final_bytes: Bytes that a step leaves, whatever its schedule: gradients and outputs.
         packed: The operations whose masks the forward packs, see :mod:`planner.problem.encodings`.
-        host_bytes: What it keeps on the host, all of it when the backward begins.
-        completed: For operations whose result is sent, the later one behind which that is complete.
-        following_seconds: What Python takes to enter its graphs, with a plan that recomputes nothing as well.
+        host_bytes: Bytes of all results that it keeps on the host, which are there when the backward begins.
+        completed: By operation whose result is sent: the later one behind which it has arrived.
+        following_seconds: Seconds in which Python enters its graphs, even if nothing is recomputed.
     """
 
     graph: Graph

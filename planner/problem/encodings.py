@@ -52,8 +52,8 @@ class Packing:
         unpack_seconds, unpack_workspace_bytes: Costs of unpacking; for signs, of the backward.
         reader: For signs, the base row of that backward; None for a mask.
         written: The base row that writes the mask last, if it is another one than ``row``.
-        host_bytes: What it takes of the host's memory, see :mod:`planner.problem.offload`.
-        send_seconds, fetch_seconds: How long a link takes to send and to fetch it.
+        host_bytes: Bytes of the host's memory that it takes, see :mod:`planner.problem.offload`.
+        send_seconds, fetch_seconds: The time that a link takes to send and to fetch it.
         completed: The base row behind which it is on the host, if that is a later one.
         handed: Whether the row makes nothing: it is an input of the row's graph, ``value`` is what another
             graph made, and only this one reads it in the backward.
@@ -332,7 +332,7 @@ def _reading(
 
 
 Name = tuple[int, int, int]
-"""Of an operation: its graph, the execution, and its index there."""
+"""The name of an operation: its graph, the execution of that, and its index there."""
 
 
 def packed_as(

@@ -25,8 +25,8 @@ def overlapped(without: Problem, made: PackedProblem, schedule: Schedule) -> tup
 
     Args:
         without: The problem in which nothing is sent.
-        made: That in which some results are sent, right behind what writes them.
-        schedule: A schedule of it.
+        made: The problem in which some results are sent, each right behind the row that writes it.
+        schedule: A schedule of `made`.
     """
     moved, order = _Moves(made, schedule).made()
     later = packed(without, [replace(p, completed=moved.get(p.row)) for p in made.packings])
@@ -38,7 +38,7 @@ def overlapped(without: Problem, made: PackedProblem, schedule: Schedule) -> tup
 
 
 def with_waits(without: Problem, made: PackedProblem, schedule: Schedule) -> Problem:
-    """The problem of a schedule, in which what sends and fetches takes as long as compute waits for it."""
+    """The problem of a schedule, in which rows that send and fetch take as long as compute waits for them."""
     waits, runs = _waits(made, schedule), Counter(schedule.tolist())
     row_of = made.row_of
     packings = [
@@ -54,7 +54,7 @@ def with_waits(without: Problem, made: PackedProblem, schedule: Schedule) -> Pro
 
 
 def _waits(made: PackedProblem, schedule: Schedule) -> dict[RowId, float]:
-    """What compute waits for each row that sends or fetches."""
+    """The seconds for which compute waits for each row that sends or fetches."""
     graph, row_of = made.problem.graph, made.row_of
     sends = {row_of["run", p.row if p.written is None else p.written]: p for p in made.packings}
     completes = {row_of["pack", p.row]: p for p in made.packings}

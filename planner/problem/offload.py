@@ -49,11 +49,11 @@ def find_kept_otherwise(
     *,
     sends: bool,
 ) -> tuple[Packing, ...]:
-    """What can be kept as bits or, with offload, on the host.
+    """Find the results that can be kept as bits or, with offload, on the host.
 
     Args:
         captured, problem, device, meter, costs: As for :func:`planner.problem.encodings.find_packings`.
-        sends: Whether it may be on the host.
+        sends: Whether results may be on the host.
     """
     packings = find_packings(captured, problem, device, meter, costs)
     return _find_sendable(captured, problem, device, packings) if sends else packings
@@ -149,7 +149,8 @@ def name_handed_on(captured: CapturedStep) -> None:
 
 
 def within_host_budget(packings: Iterable[Packing], budget: int | None) -> list[Packing]:
-    """Those that fit the host's memory together, the first of the forward first: they are kept longest."""
+    """The packings that fit the host's memory together, taken in the order of the forward: the first ones are
+    kept longest."""
     kept, total = [], 0
     for packing in packings:
         if budget is None or total + packing.host_bytes <= budget:
@@ -159,7 +160,7 @@ def within_host_budget(packings: Iterable[Packing], budget: int | None) -> list[
 
 
 def link_of(graph: Graph, packings: Iterable[Packing], device: Device, share: float = 1.0) -> Link:
-    """The link of a device, at a share of its bytes per second, for what can be sent."""
+    """The link of a device, at a share of its bytes per second, for results that can be sent."""
     sizes = [0] * len(graph.values)
     for packing in packings:
         sizes[packing.value] = packing.host_bytes
@@ -167,7 +168,7 @@ def link_of(graph: Graph, packings: Iterable[Packing], device: Device, share: fl
 
 
 def alone_in_size(graph: Graph, packings: Iterable[Packing]) -> list[Packing]:
-    """Those beside which nothing large of the same operation stays on the device."""
+    """The packings whose operation leaves nothing else on the device that is large."""
     values = graph.values
 
     def others(packing: Packing) -> int:
@@ -178,15 +179,15 @@ def alone_in_size(graph: Graph, packings: Iterable[Packing]) -> list[Packing]:
 
 
 def beside_compute(graph: Graph, packings: Collection[Packing], share: float = 1.0) -> list[Packing]:
-    """Those that take longest to make again for their bytes, as many as a link carries beside the step.
+    """The packings of most seconds to recompute for their bytes, as many as a link carries beside the step.
 
-    Whatever a graph makes from a moment on must be sent by the end of its forward, and what its backward
-    reads until a moment be fetched from the beginning of its backward on.
+    Results that a graph makes after a moment have to be sent by the end of its forward. Results that its
+    backward reads before a moment have to be fetched after the beginning of the backward.
 
     Args:
         graph: The problem in which nothing is sent.
-        packings: What can be sent.
-        share: The share of that time in which the link carries it.
+        packings: The results that can be sent.
+        share: The share of the step's time in which the link carries them.
     """
     region = graph.region[: graph.base_length]
     begin = share * np.concatenate(([0.0], np.cumsum(graph.seconds[: graph.base_length])))

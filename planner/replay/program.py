@@ -67,7 +67,7 @@ class Program:
 
     Attributes:
         operators: The operator of each call, as ``str(operator)`` has it.
-        calls: What a step does at each call; None if it just runs.
+        calls: By call: the plan's work at it; None if it just runs.
         saves: The slot of each save that is dropped; -1 for one that is kept.
         begun: For each save, the number of calls that have begun by then.
         saved_bytes: For each save, the bytes of its storage; 0 for one that existed before the step.

@@ -15,7 +15,7 @@ from planner.replay.follow import as_it_is, unpack
 from planner.replay.loaded_program import LoadedProgram
 
 FIRST_STEPS, ONE_IN = 8, 16
-"""So many first steps are watched, then one in so many."""
+"""The number of first steps that are all watched, and the number of later steps of which one is."""
 
 
 class WatchedStep:

@@ -37,19 +37,19 @@ from solvers.sqrt_n import families, one_extra_forward, segment_walls, weights
 
 NAME = "chain"
 SLOTS = 400
-"""Into how many slots the memory is cut."""
+"""The number of slots that the memory is cut into."""
 SCANNED_FACTOR = 1.3
 """Tables are scanned for memory up to this factor of the budget: simulated peaks may be lower."""
 SCANNED_SLOTS = 30
-"""About how many amounts of memory are tried of each table that is scanned."""
+"""About the number of amounts of memory that are tried for each table that is scanned."""
 LEAST_PEAK_TRIALS = 16
-"""How many plans of each table are judged for the least peak, those of least memory first."""
+"""The number of plans of each table that are judged for the least peak, those of least memory first."""
 LEAST_PEAK_SLOWER = 1.02
-"""Of these, plans that are slower than allowed by more than this factor are left out: the table overrates."""
+"""The factor by which such a plan may be slower than allowed by the table, which overrates seconds."""
 COUNTS = (64, 48, 32, 24, 10)
 """Numbers of blocks tried: the table grows with the cube of their number."""
 TOGETHER = 60_000
-"""About how many entries of a table are computed together: as many as a cache holds."""
+"""About the number of entries of a table that are computed together: as many as a cache holds."""
 
 
 @solver(NAME)

@@ -1,4 +1,4 @@
-"""What a schedule costs: one vectorised walk that gives its timeline, peak and seconds.
+"""The cost of a schedule: one vectorised walk that gives its timeline, peak and seconds.
 
 A *schedule* is a one-dimensional int64 array of rows of ``graph.ops``: all base rows in captured
 order, with re-runs inserted in the backward phase. This simulator is the only memory model there
@@ -33,7 +33,7 @@ class Timeline:
         step_bytes: ``live_bytes`` plus the workspace of the step, int64.
         peak_bytes: Maximum of ``step_bytes``.
         peak_step: The first step that reaches the peak.
-        final_bytes: What is alive when the schedule has ended (gradients, outputs).
+        final_bytes: Bytes that are alive when the schedule has ended (gradients, outputs).
         seconds: Sum over the steps.
     """
 

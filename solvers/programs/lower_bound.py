@@ -234,8 +234,12 @@ def bound_at(
 
 
 def sent_by_bound(graph: Graph, budget: int, moment: BaseOp, link: Link, seconds: float) -> set[ValueId]:
-    """What a link has carried at a moment by a point of its program that is nearly the best, found in so many
-    wall seconds."""
+    """The values that a link has carried by a moment, in a nearly optimal point of the bound's program.
+
+    Args:
+        graph, budget, moment, link: As for the program.
+        seconds: Wall seconds for finding the point.
+    """
     program, sent = _program_at(graph, forward_uses(graph), budget, moment, True, link)
     values = None if program is None else program.solve(time_limit=seconds, absolute_gap=SECONDS / 500).values
     return set() if values is None else {v for v, number in sent.items() if values[number] > 0.5}
@@ -313,7 +317,7 @@ def _link_rows(
     rerun: list[Variable],
     scale: float,
 ) -> None:
-    """What a link carries before a moment and behind it; seconds are multiplied by ``scale``."""
+    """Add a link's transfers before a moment and behind it; seconds are multiplied by ``scale``."""
     ends = np.cumsum(graph.seconds[: graph.base_length]) * scale
     longer_before, longer_after = (program.variable(1.0, high=np.inf) for _ in range(2))
     last = graph.base_length

@@ -64,7 +64,7 @@ GIVE_UP_FACTOR = 1.5
 
 @dataclass
 class LazyRows:
-    """What budgets of one graph share: uses, pinned values, and the program that all begin with."""
+    """The parts that budgets of one graph share: uses, pinned values, and the program that all begin with."""
 
     graph: Graph
     constraints: Constraints = NO_CONSTRAINTS

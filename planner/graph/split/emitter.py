@@ -20,8 +20,8 @@ class Emitter:
 
     Args:
         graph: The graph.
-        before: What the calls come before.
-        half: Whether they are "is_forward" or "is_backward".
+        before: The node that the calls come before.
+        half: Their ``partitioner_tag``: "is_forward" or "is_backward".
         runs_once: Whether they are never run again.
     """
 
@@ -29,11 +29,11 @@ class Emitter:
         self._graph, self._before, self._half, self._runs_once = graph, before, half, runs_once
 
     def place(self, places: Mapping[Node, int]) -> int:
-        """Before which place the calls are, of the graph as it was."""
+        """The place of the node that the calls come before, of the places in the graph as it was."""
         return places[self._before]
 
     def call(self, origin: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> Node:
-        """Emit one call in the place of ``origin``, from where its result is computed without data too."""
+        """Emit one call in the place of ``origin``, and compute its result without data."""
         value = called(target, args, kwargs or {}, origin.meta["val"])
         with self._graph.inserting_before(self._before):
             node = self._graph.call_function(target, args, dict(kwargs or {}))
@@ -46,7 +46,7 @@ class Emitter:
 
 
 def called(target: Any, args: Any, kwargs: Any, like: Any) -> Any:
-    """What a call returns, without data; ``like`` is of the mode that such tensors are made in."""
+    """The result of a call, without data. It is computed in the fake mode of the value ``like``."""
     args, kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
     with fake.mode_of(tensors_in([like])):
         return target(*args, **kwargs)

@@ -45,7 +45,7 @@ def is_linear(node: Node, gradients: Collection[Node]) -> bool:
 
     Args:
         node: The operation.
-        gradients: What is computed of gradients.
+        gradients: The nodes whose results are computed of gradients.
     """
     read = [n for n in node.all_input_nodes if n in gradients]
     args: Any = node.args

@@ -26,14 +26,14 @@ _SAME = frozenset({aten.detach.default, aten.alias.default, aten.new_zeros.defau
 
 
 class _Each(NamedTuple):
-    """In the place of an argument: what another loop computes of the same sequence."""
+    """Stands for an argument: the result of another loop for the same sequence."""
 
     loop: int
 
 
 class _Loop(NamedTuple):
-    """What is computed of each sequence: of how many, the operator, and its arguments, of which dimensions
-    count from the last."""
+    """An operation that is computed for each sequence: the number of sequences, the operator, and its
+    arguments, in which dimensions are counted from the last."""
 
     sequences: int
     target: Any
@@ -41,7 +41,7 @@ class _Loop(NamedTuple):
 
 
 def join_loops(joint: GraphModule) -> None:
-    """Let what is computed of each sequence, and stacked or added up, be computed of all at once."""
+    """Compute at once, for all sequences, what a graph computes for each one and then stacks or adds up."""
     _Loops(joint).join()
 
 
@@ -51,10 +51,10 @@ class _Loops:
     def __init__(self, joint: GraphModule) -> None:
         self._graph = joint.graph
         self._numbers = dict[_Loop, int]()
-        self._of = dict[Node, tuple[int, int]]()  # its loop, and which sequence it is of
-        self._members = dict[int, dict[int, Node]]()
-        self._sequences = dict[int, int]()
-        self._whole = dict[int, Node]()  # what is computed of all sequences
+        self._of = dict[Node, tuple[int, int]]()  # by operation: its loop, and the number of its sequence
+        self._members = dict[int, dict[int, Node]]()  # by loop and sequence: the operation
+        self._sequences = dict[int, int]()  # by loop: the number of sequences
+        self._whole = dict[int, Node]()  # by loop: the operation that computes it for all sequences
 
     def join(self) -> None:
         for node in list(self._graph.nodes):
@@ -80,7 +80,7 @@ class _Loops:
                 self._graph.erase_node(node)
 
     def _loop_of(self, node: Node) -> tuple[_Loop, int] | None:
-        """Of which loop an operation is a part, and of which sequence."""
+        """The loop that an operation is a part of, and the number of its sequence; None if there is none."""
         args: Any = node.args
         if node.target is aten.select.int and args[0] not in self._of:
             shape = args[0].meta["val"].shape
@@ -114,7 +114,7 @@ class _Loops:
         return _Loop(count, node.target, (*told_args, *sorted(node.kwargs.items()))), index
 
     def _of_all(self, last: Node, loop: _Loop) -> Node:
-        """What a loop computes, of all sequences at once; ``last`` is what computes it of the last."""
+        """A node that computes a loop for all sequences at once; ``last`` computes it for the last one."""
         if loop.target is aten.select.int:
             node: Node = loop.args[0]
             return node

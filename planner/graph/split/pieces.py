@@ -55,12 +55,12 @@ class NothingToSplit(CaptureError):
 
 
 class SplitGraph(NamedTuple):
-    """What :func:`split_joint` returns.
+    """The result of :func:`split_joint`.
 
     Attributes:
         joint: The graph with pieces.
-        runs: What was split, of the graph as it was.
-        dropped: The results of the forward that are no longer there, by position, without data.
+        runs: The runs of the original graph that were split.
+        dropped: By position: results of the forward that are no longer computed, without data.
     """
 
     joint: GraphModule
@@ -69,7 +69,7 @@ class SplitGraph(NamedTuple):
 
 
 def split_joint(joint: GraphModule, forward_outputs: int, split: Split) -> SplitGraph:
-    """The same graph with its runs in pieces; the graph that is given stays as it is.
+    """A copy of a graph in which its runs are computed in pieces.
 
     Args:
         joint: The graph.
@@ -278,7 +278,7 @@ class _Pieces:
     # ---- where ----------------------------------------------------------------------------------------
 
     def _operands(self, steps: Sequence[Node]) -> list[Node]:
-        """What operations of the run read from outside of it."""
+        """The nodes outside of the run that these operations read."""
         return [n for step in steps for n in step.all_input_nodes if n not in self._run.steps]
 
     def _begin(self, steps: Sequence[Node], operands: Sequence[Node]) -> Node:

@@ -51,8 +51,8 @@ class Part(NamedTuple):
 
 
 Kind = Literal["rows", "product", "several", "sum", "mean"]
-"""What a result is: rows; rows that a product with a weight made; several results, each of which is taken by
-itself; or a sum or a mean over all rows."""
+"""The kind of a result: rows; rows that a product with a weight made; several results, each of which is taken
+by itself; or a sum or a mean over all rows."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,14 @@ class Piecewise:
     """How an operation is computed for some rows.
 
     Attributes:
-        kind: What its result is.
-        rows: The rows of its result, where it has rows.
-        operands: Which of its operands from outside of the run have rows, and where.
-        args: Its arguments in a piece of so many rows; nodes are those of the joint graph.
+        kind: The kind of its result.
+        rows: The rows of its result; None if it has none.
+        operands: Its operands from outside of the run that have rows, and the place of these.
+        args: Given a number of rows, its arguments in a piece of that many. Nodes are the joint graph's.
         target: The operator in a piece.
         kwargs: Its arguments by name.
-        count: How many elements are averaged in all, of a mean.
-        added: The two factors, of a product that sums over rows.
+        count: Of a mean, the number of all elements that are averaged.
+        added: Whether it is a product that sums over rows.
     """
 
     kind: Kind
@@ -81,4 +81,4 @@ class Piecewise:
 
 
 Known = Mapping[Node, Rows]
-"""What is known of a run so far: where the rows are of its values."""
+"""By value of a run, as far as it is known: the place of its rows."""

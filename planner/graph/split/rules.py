@@ -170,7 +170,7 @@ def _sliced_backward(node: Node, known: Known) -> Piecewise | None:
 def _part(
     sliced: Node, rows: Rows, sizes: Sequence[int], dim: int, bounds: Sequence[Any]
 ) -> list[Part] | None:
-    """What part of rows is in a slice of a dimension; none where it is all of them."""
+    """The part of the rows that a slice of a dimension takes; an empty list if it takes all of them."""
     left_out: list[Any] = [None, None, 1]
     first, last, step = [*bounds, *left_out[len(bounds) :]]
     begin, end, _ = slice(first, last).indices(sizes[dim])
@@ -430,7 +430,7 @@ _FILLED: dict[Any, Callable[[Node], Any]] = {
     **dict.fromkeys((aten.ones.default, aten.new_ones.default, aten.ones_like.default), lambda _node: 1),
     aten.full.default: lambda node: given(node)[1],
 }
-"""What makes tensors of one number, and which number."""
+"""By operator that fills a tensor with one number: a function that reads this number from its node."""
 
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view),

@@ -39,15 +39,15 @@ _SMALL = 8
 
 @dataclass(frozen=True)
 class Run:
-    """What is computed in pieces.
+    """A run of operations that are computed row by row, and so in pieces of rows.
 
     Attributes:
-        rows: How many rows it has.
-        steps: How each of its operations is computed for some rows, in the order of the graph.
-        begins: The products that it begins with.
-        parts: Which of the rows of these are computed, where a slice leaves some out.
-        whole: Its rows that others read whole.
-        outputs: The results of its rows that the forward returns, and that are not whole.
+        rows: The number of its rows.
+        steps: By operation, in the order of the graph: how it is computed for some rows.
+        begins: The matrix products that it begins with.
+        parts: The parts of their rows that are computed, if a slice leaves some out.
+        whole: Its results that operations outside of it read whole.
+        outputs: Its results that the forward returns, without those that are whole.
         in_loss: Whether it ends in the loss; an MLP does not.
     """
 
@@ -72,12 +72,12 @@ class Run:
 
     @property
     def enough_pieces(self) -> int:
-        """In how many pieces its values are as small as the rows that it begins with."""
+        """The number of pieces in which its values are as small as the rows that it begins with."""
         return max(-(-shape_of(node)[1] // _columns_read(node)) for node in self.begins)
 
 
 class _NoRunError(Exception):
-    """What begins with a product is no run."""
+    """The operations behind a matrix product are no run."""
 
 
 def _columns_read(product: Node) -> int:
@@ -211,8 +211,8 @@ def _run_of(graph: _Graph, begins: tuple[Node, ...], count: int, *, in_loss: boo
 
 
 class _OfSlices:
-    """What a run computes of slices of its rows. Rows that are in no slice are left out, so that gradients of
-    all rows have to be zeros there."""
+    """The parts of a run's rows that slices take. Rows in no slice are not computed, so gradients of all rows
+    have to be zeros there."""
 
     def __init__(self) -> None:
         self._zeros = set[Node]()
