@@ -64,7 +64,7 @@ _STATE_TYPES = (dict, list, set, deque, torch.Tensor)
 _HOLDS_FUNCTIONS = {dict, list, OrderedDict, defaultdict}
 """Types of containers in which functions are looked for; derived classes do not count."""
 _CONTAINERS = ("_modules", "_parameters", "_buffers")
-"""Attributes of a module that are not part of a path like ``encoder.0.items``."""
+"""Attributes of a module whose names are left out of paths like ``encoder.0.items``."""
 _MAKES_COPIES = (
     "__deepcopy__",
     "__reduce__",

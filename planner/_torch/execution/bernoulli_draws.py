@@ -31,8 +31,8 @@ def draw(mask: torch.Tensor, probability: float) -> torch.Tensor:
     """Fill a boolean mask as ``mask.bernoulli_(probability)`` does, and leave the generator as that does.
 
     Args:
-        mask: Of any shape and device.
-        probability: That an element is true, from 0 to 1.
+        mask: A boolean tensor, of any shape and device.
+        probability: The probability that an element is true, from 0 to 1.
     """
     plain = type(mask) is not torch.Tensor or mask.device.type != "cpu" or not mask.is_contiguous()
     if plain or mask.numel() < _WORTH_IT or not are_bernoullis():
@@ -47,8 +47,8 @@ def bernoulli_(noise: torch.Tensor, probability: float = 0.5, **generator: Any) 
     It allocates nothing: numbers are drawn into the end of the noise, which is not written yet.
 
     Args:
-        noise: Of any shape, type and device.
-        probability: That an element is one and not zero, from 0 to 1.
+        noise: A tensor of any shape, type and device.
+        probability: The probability that an element is one, and not zero, from 0 to 1.
         generator: ``generator=``, to be passed on; without it PyTorch's default generator draws.
     """
     plain = generator or not _is_large(noise) or not 0 <= probability <= 1
@@ -68,7 +68,7 @@ def bernoulli_(noise: torch.Tensor, probability: float = 0.5, **generator: Any) 
         _draw_chunk(scratch[: 8 * chunk].view(torch.int64), probability, None, booleans.view(torch.bool))
         flat[done : done + chunk].copy_(booleans)
         done += chunk
-    _BERNOULLI(flat[done:], probability)
+    _BERNOULLI(flat[done:], probability)  # the rest, in which no scratch finds room
     return noise
 
 

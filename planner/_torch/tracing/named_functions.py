@@ -1,9 +1,9 @@
-"""Users' wrappers under the names of PyTorch's functions (``F.relu = wrapped``): each call runs one once.
+"""Lets wrappers that users put under the names of PyTorch's functions (``F.relu = wrapped``) run once a call.
 
-Two faults of Dynamo are mended here. It takes any function that it finds under such a name for PyTorch's, and
-does not trace into it (``torch/_dynamo/trace_rules.py``). Where it did trace into a wrapper, the graph holds
-PyTorch's own function, but torch.fx writes code that calls it by name, and so the wrapper again. Functions
-with ``handle_torch_function`` do the same under a mode: they call themselves by name.
+Dynamo takes any function that it finds under such a name for PyTorch's, and does not trace into it
+(``torch/_dynamo/trace_rules.py``): the wrapper would not run. If it does trace into the wrapper, the graph has
+PyTorch's own function in it, but torch.fx writes code that calls this by name, and so the wrapper again: it
+would run twice. Functions with ``handle_torch_function`` call themselves by name, too, under a mode.
 """
 
 import functools
