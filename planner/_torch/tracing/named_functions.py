@@ -1,9 +1,9 @@
 """Lets wrappers that users put under the names of PyTorch's functions (``F.relu = wrapped``) run once a call.
 
 Dynamo takes any function that it finds under such a name for PyTorch's, and does not trace into it
-(``torch/_dynamo/trace_rules.py``): the wrapper would not run. If it does trace into the wrapper, the graph has
-PyTorch's own function in it, but torch.fx writes code that calls this by name, and so the wrapper again: it
-would run twice. Functions with ``handle_torch_function`` call themselves by name, too, under a mode.
+(``torch/_dynamo/trace_rules.py``): the wrapper would not run. If it does trace into the wrapper, the graph
+has PyTorch's own function in it, but torch.fx writes code that calls this by name, and so the wrapper again:
+it would run twice. Functions with ``handle_torch_function`` call themselves by name, too, under a mode.
 """
 
 import functools
