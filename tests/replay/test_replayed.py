@@ -198,6 +198,32 @@ def test_noise_is_that_of_its_generator_and_bits_are_of_what_fills_its_memory(ow
         assert torch.equal(model.generator.get_state(), eager.generator.get_state())
 
 
+class Conjugated(nn.Module):
+    """Numbers that are conjugated, and negated, where they are read: their memory has the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.1 * torch.randn(32, 32, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.complex(x, torch.tanh(x))
+        for _ in range(2):
+            z = torch.sin(z @ self.weight)
+            z = torch.exp(z.conj() @ self.weight) + torch.tanh(z.conj().imag) * torch.sin(z.conj())
+            z = torch.sin(z).conj().mul_(0.5) * 1.5
+        return z.abs().mean()
+
+
+def test_what_is_read_conjugated_is_made_again_so() -> None:
+    torch.manual_seed(0)
+    model, x = Conjugated(), torch.randn(32, 32)
+    eager = copy.deepcopy(model)
+    plan = _planned(model, x)
+    assert plan.recomputed_operations
+    plan.apply(model)
+    assert _same(model, eager, lambda one: one(x).backward())
+
+
 class Paths(nn.Module):
     """Layers of which some are left out, and code that not every step runs."""
 
