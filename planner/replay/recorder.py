@@ -19,6 +19,7 @@ from planner._torch import fake
 from planner._torch.autograd import CountingMode, engine_asks
 from planner._torch.tensors import SPARSE, storage_number, strided_copy
 from planner._torch.tracing.block_marks import marks_here
+from planner._torch.versions import version_of
 from planner._torch.without_data.ctc_loss import lengths_are_tensors
 from planner._torch.without_data.forms import Form, is_plain
 from planner._torch.without_data.one_hot import OneHotAsWithData
@@ -245,11 +246,12 @@ class SavesRecorder(CountingMode, StepRecorder):
                 self._versions[number] += 1  # PyTorch counts it when this call has returned
         for tensor in results:
             if (number := self.index_of(tensor)) >= 0:
-                self._versions.setdefault(number, tensor._version)
+                self._versions.setdefault(number, version_of(tensor) or 0)
 
     def _check_counter(self, tensor: torch.Tensor) -> None:
         number = self.index_of(tensor)
-        if self._versions.get(number, tensor._version) != tensor._version:
+        version = version_of(tensor)  # None of a tensor of inference mode, whose writes nothing counts
+        if version is None or self._versions.get(number, version) != version:
             self.saved.own_counters.add(number)
 
     def _note_reads(self, reads: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from planner._torch.execution import noise_operators
 from planner._torch.execution.bernoulli_draws import FASTER
 from planner._torch.execution.settings import settings
 from planner._torch.tensors import fills_storage
+from planner._torch.versions import version_of
 from planner.errors import FreedError
 from planner.replay import masks
 from planner.replay.calls import (
@@ -54,7 +55,7 @@ class Slots:
         self.changed: set[int] = set()
         self.strayed = False
         self._refs: dict[int, Any] = {}  # weak references to the storages
-        self._versions: dict[int, int] = {}
+        self._versions: dict[int, int | None] = {}
         self._counted_elsewhere: set[int] = set()  # kept: Python's tensor has another version counter
 
     # ---- forward --------------------------------------------------------------------------------------
@@ -92,7 +93,7 @@ class Slots:
                 break
             tensor = made[j]
             self._refs[slot] = weakref.ref(tensor.untyped_storage())
-            self._versions[slot] = tensor._version
+            self._versions[slot] = version_of(tensor)
             if kept:
                 self.tensors[slot] = alias(tensor)
                 self.kept.add(slot)
@@ -106,8 +107,8 @@ class Slots:
             self._watch(slot, tensor, writes=True)
             if call.noted and recipe is None:
                 self._refs.pop(slot)  # a re-run would lack this write: the slot matches nothing any more
-            else:
-                self._versions[slot] += 1  # PyTorch counts it when this call has returned
+            elif (version := self._versions[slot]) is not None:
+                self._versions[slot] = version + 1  # PyTorch counts it when this call has returned
 
     def _holds_all_written(self, call: PlannedCall, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether a call writes to slots alone: a re-run must write to nothing else."""
@@ -127,7 +128,9 @@ class Slots:
         """Whether a tensor lies in a slot's storage, as the noted calls left it."""
         ref = self._refs.get(slot)
         return (
-            ref is not None and ref() is tensor.untyped_storage() and tensor._version == self._versions[slot]
+            ref is not None
+            and ref() is tensor.untyped_storage()
+            and version_of(tensor) == self._versions[slot]
         )
 
     def can_be_made(self, slot: int) -> bool:
@@ -186,7 +189,7 @@ class Slots:
             InputsChanged: The forward made it, and it was changed in place since.
         """
         base = self.tensors.get(slot)
-        if base is not None and slot in self.kept and base._version != self._versions[slot]:
+        if base is not None and slot in self.kept and version_of(base) != self._versions[slot]:
             raise changed_error(base)
         return base
 
