@@ -19,7 +19,12 @@ from planner.costs.host_time import host_time
 from planner.costs.roofline import roofline
 from planner.planning import prepare
 from planner.planning.options import OptionError
-from tests.behaviour.bits.test_process_settings import Deterministic, SetsType, SetsTypeForOne
+from tests.behaviour.bits.test_process_settings import (
+    Deterministic,
+    InInferenceMode,
+    SetsType,
+    SetsTypeForOne,
+)
 from tests.side_by_side import layers
 
 pytestmark = pytest.mark.any_torch
@@ -620,7 +625,7 @@ def test_running_statistics_are_read_as_they_were_before_they_were_updated() -> 
     assert report.ok, report.problems
 
 
-@pytest.mark.parametrize("build", [SetsType, SetsTypeForOne, Deterministic])
+@pytest.mark.parametrize("build", [SetsType, SetsTypeForOne, Deterministic, InInferenceMode])
 def test_what_runs_again_runs_as_pytorch_was_set(build: type[nn.Module]) -> None:
     model, (x,), _ = layers(build)
     plan = planner.plan(model, x, budget="min", backend="replay", solver="sqrt_n")
