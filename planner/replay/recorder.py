@@ -26,13 +26,13 @@ from planner._torch.without_data.one_hot import OneHotAsWithData
 from planner._torch.without_data.plain import ASKS_FOR_DEVICE
 from planner.parallel.fully_shard import ShardedUnits
 from planner.replay.calls import (
-    has_generator,
     is_batch_norm,
     is_counted,
     operands_of,
     results_of,
     statistics_of,
     users_line,
+    why_not_noted,
     written_operands,
 )
 from planner.replay.units import ROOT, Units
@@ -74,7 +74,7 @@ class CallDetails:
         operands: The recorded storages of its tensor arguments, in order; -1 for other storages.
         results: The recorded storages of the tensors that it returned, in order; -1 for other storages.
         written: The recorded storages that it writes; -1 for other storages.
-        generator: Whether it was handed a generator to draw from.
+        why_not: Why it does not run again for what it was handed; None where it may.
         outside_read, outside_written: Identities of storages from before the step that it reads and writes.
         statistics: Identities of storages with running statistics that it updates; a re-run does not.
         module: The name of the module that called it.
@@ -87,7 +87,7 @@ class CallDetails:
     operands: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
-    generator: bool = False
+    why_not: str | None = None
     outside_read: tuple[int, ...] = ()
     outside_written: tuple[int, ...] = ()
     statistics: tuple[int, ...] = ()
@@ -226,7 +226,7 @@ class SavesRecorder(CountingMode, StepRecorder):
             tuple(map(self.index_of, operands)),
             tuple(map(self.index_of, results_of(out))),
             tuple(map(self.index_of, writes)),
-            has_generator(args, kwargs),
+            why_not_noted(args, kwargs),
             self._outside(self._note_reads(reads)),
             self._outside(writes),
             self._outside(statistics_of(func, args)),

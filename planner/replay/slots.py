@@ -21,11 +21,11 @@ from planner.replay import masks
 from planner.replay.calls import (
     can_run_again,
     draws,
-    has_generator,
     is_batch_norm,
     is_factory,
     results_of,
     statistics_of,
+    why_not_noted,
     written_operands,
 )
 from planner.replay.loaded_program import LoadedProgram
@@ -64,7 +64,7 @@ class Slots:
         """Run a planned call of the forward: note it, keep its results, or pack its mask, as planned."""
         state = recipe = None
         writes = operators.writes(func) and not is_batch_norm(func)
-        if call.noted and can_run_again(func) and not (draws(func) and has_generator(args, kwargs)):
+        if call.noted and can_run_again(func) and why_not_noted(args, kwargs) is None:
             if draws(func):
                 state = rng_state(args, kwargs)
             operands = iter(call.operands)
