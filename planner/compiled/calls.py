@@ -18,10 +18,10 @@ _MORE = (
 )
 KEPT = (
     "a backward with retain_graph=True holds what the plan would free (create_graph=True sets it), and the "
-    "step may take more than predicted: as much as the forward keeps, and the gradients that you keep of each "
-    "loss. Add up the losses and call backward once; where each loss needs gradients of its own, as in "
-    "PCGrad, call the planned part once for each loss, with its backward before the next, or plan for so much "
-    "less"
+    "step may take more than predicted: as much as the forward keeps, and the gradients that you keep of "
+    "each loss. Add up the losses and call backward once; where each loss needs gradients of its own, as in "
+    "PCGrad, call the planned part once for each loss, with its backward before the next, or plan for so "
+    "much less"
 )
 
 _NONE: Mapping[str, Any] = {}

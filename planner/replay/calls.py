@@ -130,7 +130,7 @@ def draws(func: Any) -> bool:
 def why_not_noted(args: Any, kwargs: Any) -> str | None:
     """Why a call does not run again for what it is handed; None where it may.
 
-    A generator has moved on by then. Memory of a sparse tensor is no operand: nothing keeps it for the re-run.
+    A generator has moved on by then. Memory of a sparse tensor is no operand: nothing keeps it until then.
     """
     for one in (*args, *(kwargs or {}).values()):
         if isinstance(one, torch.Generator):
