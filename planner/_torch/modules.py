@@ -22,7 +22,8 @@ def module_call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 def converted(module: torch.nn.Module, conversion: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:
     """Convert a module's parameters and buffers, as ``module.double()`` does; returns the module."""
-    return module._apply(conversion)
+    made: torch.nn.Module = module._apply(conversion)
+    return made
 
 
 def call_with_forward(
