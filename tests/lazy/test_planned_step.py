@@ -115,7 +115,7 @@ LEFT_BEHIND = torch.ones(3, requires_grad=True)
 
 
 def test_an_attribute_is_no_variable_of_its_name() -> None:
-    """As of ``model(batch).loss`` where the loop has left a ``loss``; and what a part of the step names is."""
+    """As of ``model(batch).loss`` where the loop has left a ``loss``; what a part of it names is one."""
     planner.step(lambda net, batch: net(batch).LEFT_BEHIND, **BY)
     with pytest.raises(StepError, match="from an enclosing scope"):
         planner.step(lambda net, batch: max(net(batch), key=lambda y: (y * LEFT_BEHIND).sum()), **BY)
