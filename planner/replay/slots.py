@@ -126,12 +126,8 @@ class Slots:
 
     def holds(self, slot: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in a slot's storage, as the noted calls left it."""
-        ref = self._refs.get(slot)
-        return (
-            ref is not None
-            and ref() is tensor.untyped_storage()
-            and version_of(tensor) == self._versions[slot]
-        )
+        ref, version = self._refs.get(slot), version_of(tensor)
+        return ref is not None and ref() is tensor.untyped_storage() and version == self._versions[slot]
 
     def can_be_made(self, slot: int) -> bool:
         """Whether a slot's value can be made again: of its bits, or by calls that were all noted."""
