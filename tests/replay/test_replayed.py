@@ -379,12 +379,13 @@ def test_a_layer_that_is_frozen_or_reads_another_value_is_noticed() -> None:
         assert _same(model, eager, lambda one: one(x).backward())
 
 
-def test_a_backward_may_run_twice_and_be_differentiated() -> None:
+@pytest.mark.parametrize("budget", ["min", "100%"])
+def test_a_backward_may_run_twice_and_be_differentiated(budget: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 4), nn.Sigmoid())
     x = torch.randn(32, 16)
     eager = copy.deepcopy(model)
-    _planned(model, x, loss=lambda y: y.square().mean()).apply(model)
+    _planned(model, x, budget, loss=lambda y: y.square().mean()).apply(model)
 
     def twice(one: nn.Module) -> None:
         loss = one(x).square().mean()
