@@ -20,6 +20,12 @@ def module_call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
+def converted(module: torch.nn.Module, conversion: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:
+    """Convert a module's parameters and buffers, as ``module.double()`` does; returns the module."""
+    made: torch.nn.Module = module._apply(conversion)
+    return made
+
+
 def call_with_forward(
     module: torch.nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

@@ -43,8 +43,13 @@ def as_lazy_as(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
     Kernels that do not know of this copy it before they read it.
     """
-    tensor = tensor.conj() if like.is_conj() else tensor
-    return torch._neg_view(tensor) if like.is_neg() else tensor
+    return lazily(tensor, conjugated=like.is_conj(), negated=like.is_neg())
+
+
+def lazily(tensor: torch.Tensor, *, conjugated: bool, negated: bool) -> torch.Tensor:
+    """The same memory, which is read conjugated or negated, or neither."""
+    tensor = tensor if tensor.is_conj() is conjugated else tensor.conj()
+    return tensor if tensor.is_neg() is negated else torch._neg_view(tensor)
 
 
 def storage_number(storage: torch.UntypedStorage) -> int:

@@ -22,7 +22,7 @@ from planner._torch.tensors import writes
 from planner.blocks.running import switched, switched_off
 from planner.errors import InputsChanged, PlannerError
 from planner.training_step.generators import GeneratorStates, is_generator
-from planner.training_step.python_state import FUNCTIONS, PythonState, referred
+from planner.training_step.python_state import FUNCTIONS, PythonState, globals_named_in, referred
 
 
 class RecomputeError(PlannerError, RuntimeError):
@@ -228,8 +228,7 @@ def from_around(function: Any) -> Iterator[Any]:
         elif isinstance(found, FUNCTIONS):
             pending += referred(found)
             if isinstance(found, types.FunctionType):
-                names = found.__code__.co_names
-                held = [found.__globals__[name] for name in names if name in found.__globals__]
+                held = globals_named_in(found).values()
                 pending += [
                     x for x in held if isinstance(x, torch.Tensor | torch.nn.Module | list | tuple | dict)
                 ]

@@ -16,7 +16,13 @@ _MORE = (
     "for in_flight={count}: the step may take more than predicted. Plan for as many micro-batches as the "
     "schedule has in flight: with GPipe all, with 1F1B as many as there are stages from this one to the last"
 )
-
+KEPT = (
+    "a backward with retain_graph=True holds what the plan would free (create_graph=True sets it), and the "
+    "step may take more than predicted: as much as the forward keeps, and the gradients that you keep of "
+    "each loss. Add up the losses and call backward once; where each loss needs gradients of its own, as in "
+    "PCGrad, call the planned part once for each loss, with its backward before the next, or plan for so "
+    "much less"
+)
 
 _NONE: Mapping[str, Any] = {}
 
@@ -112,13 +118,7 @@ class Calls:
         """Note that a backward kept memory that it could have freed."""
         if not self._warned_of_kept:
             self._warned_of_kept = True
-            self._warn(
-                "a backward with retain_graph=True holds what the plan would free, and the step may take "
-                "more than predicted: as much as the forward keeps, and the gradients that you keep of each "
-                "loss. Add up the losses and call backward once; where each loss needs gradients of its own, "
-                "as in PCGrad, call the planned part once for each loss, with its backward before the next, "
-                "or plan for so much less"
-            )
+            self._warn(KEPT)
 
 
 def _of_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -25,7 +25,7 @@ from planner._torch.tensors import strided_copy
 from planner.errors import CaptureError
 from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.overwritten import InputReads, alias
-from planner.graph.replay.packed import PACKED, bits_of, is_packable, read_sizes
+from planner.graph.replay.packed import PACKED, bits_of, is_mask, is_packable, read_sizes
 from planner.graph.replay_rule import ReplayRule
 from planner.graph.signs import emit_masked, gradient_of, relu_before, save_signs, signs_of
 from planner.lowering.transfers import begin_to_send, check_transfers, node_to_send, on_host
@@ -84,7 +84,7 @@ def partition(
         CaptureError: If the backward needs an input that the step overwrites.
     """
     kept = frozenset(joint.ops[index] for index in packed if index < joint.forward_length)
-    read_sizes(joint.graph, [op.node for op in kept if is_packable(op.node)])
+    read_sizes(joint.graph, [op.node for op in kept if is_mask(op.node)])
     signs = {joint.ops[i]: relu for i in packed if (relu := relu_before(joint, joint.ops[i])) is not None}
     body = _Backward(joint, joint.to_copy if copying else frozenset(), kept, signs, host)
     for index in backward:

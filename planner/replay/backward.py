@@ -9,6 +9,7 @@ import torch
 from planner._torch.autograd import engine_asks, graph_is_kept
 from planner._torch.execution.settings import set_as, settings
 from planner._torch.execution.written_over import WrittenOver, is_held_alone, operators_run_once
+from planner.compiled.calls import KEPT
 from planner.graph.replay.rng import run_from_state
 from planner.graph.replay.rnn_reserve import with_reserve
 from planner.replay.calls import is_batch_norm, results_of, without_statistics
@@ -56,6 +57,8 @@ class Backward:
         if not self._in_order or (save in program.written_over and save not in program.asking_order):
             return  # a save that is only written over sets off no runs: its order does not matter
         keep = graph_is_kept()
+        if keep and self.followed:  # not in the forward: what it keeps is planned
+            self._loaded.tell_once("kept", KEPT)
         if not keep:
             place = program.asking_order.get(save, -1)
             if place != self._asked and (self.followed or place < self._asked):

@@ -122,9 +122,17 @@ def draws(func: Any) -> bool:
     )
 
 
-def has_generator(args: Any, kwargs: Any) -> bool:
-    """Whether a call is handed a generator to draw from. It does not run again: that has moved on by then."""
-    return any(isinstance(one, torch.Generator) for one in (*args, *(kwargs or {}).values()))
+def why_not_noted(args: Any, kwargs: Any) -> str | None:
+    """Why a call does not run again for what it is handed; None where it may.
+
+    A generator has moved on by then. Memory of a sparse tensor is no operand: nothing keeps it until then.
+    """
+    for one in (*args, *(kwargs or {}).values()):
+        if isinstance(one, torch.Generator):
+            return "it draws from a generator that it was handed"
+        if isinstance(one, torch.Tensor) and one.layout in SPARSE:
+            return "it reads a sparse tensor"
+    return None
 
 
 @functools.cache

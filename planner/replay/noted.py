@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch.overrides import enable_reentrant_dispatch
 
-from planner._torch.tensors import storage_number
+from planner._torch.tensors import lazily, storage_number
 from planner.errors import InputsChanged
 from planner.graph.replay.rng import generator_state
 from planner.replay.calls import operands_of
 
-Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype]
+Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype, bool, bool]
 
 
 def changed_error(tensor: torch.Tensor) -> InputsChanged:
@@ -24,8 +24,9 @@ def changed_error(tensor: torch.Tensor) -> InputsChanged:
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """Sizes, strides, offset and type of a tensor."""
-    return tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
+    """Sizes, strides, offset and type of a tensor; whether it is read conjugated, and whether negated."""
+    lies = tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
+    return *lies, tensor.is_conj(), tensor.is_neg()
 
 
 class InSlot:
@@ -87,11 +88,13 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 def view_of(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     """The tensor of such a geometry in the storage of another."""
-    size, stride, offset, dtype = geometry
+    size, stride, offset, dtype, conjugated, negated = geometry
     if base.dtype is dtype:
-        return base.as_strided(size, stride, offset)
-    made = torch.empty(0, dtype=dtype, device=base.device)
-    return made.set_(base.untyped_storage(), offset, size, stride)
+        view = base.as_strided(size, stride, offset)
+    else:
+        made = torch.empty(0, dtype=dtype, device=base.device)
+        view = made.set_(base.untyped_storage(), offset, size, stride)
+    return lazily(view, conjugated=conjugated, negated=negated)
 
 
 def arguments_of(recipe: Recipe, kind: type) -> list[Any]:

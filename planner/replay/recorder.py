@@ -19,6 +19,7 @@ from planner._torch import fake
 from planner._torch.autograd import CountingMode, engine_asks
 from planner._torch.tensors import SPARSE, storage_number, strided_copy
 from planner._torch.tracing.block_marks import marks_here
+from planner._torch.versions import version_of
 from planner._torch.without_data.ctc_loss import lengths_are_tensors
 from planner._torch.without_data.forms import Form, is_plain
 from planner._torch.without_data.one_hot import OneHotAsWithData
@@ -26,13 +27,13 @@ from planner._torch.without_data.plain import ASKS_FOR_DEVICE
 from planner.parallel.fully_shard import ShardedUnits
 from planner.parallel.units import ROOT, Units
 from planner.replay.calls import (
-    has_generator,
     is_batch_norm,
     is_counted,
     operands_of,
     results_of,
     statistics_of,
     users_line,
+    why_not_noted,
     written_operands,
 )
 from planner.training_step.recorder import Recording, StepRecorder
@@ -73,7 +74,7 @@ class CallDetails:
         operands: The recorded storages of its tensor arguments, in order; -1 for other storages.
         results: The recorded storages of the tensors that it returned, in order; -1 for other storages.
         written: The recorded storages that it writes; -1 for other storages.
-        generator: Whether it was handed a generator to draw from.
+        why_not: Why it does not run again for what it was handed; None where it may.
         outside_read, outside_written: Identities of storages from before the step that it reads and writes.
         statistics: Identities of storages with running statistics that it updates; a re-run does not.
         module: The name of the module that called it.
@@ -86,7 +87,7 @@ class CallDetails:
     operands: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
-    generator: bool = False
+    why_not: str | None = None
     outside_read: tuple[int, ...] = ()
     outside_written: tuple[int, ...] = ()
     statistics: tuple[int, ...] = ()
@@ -225,7 +226,7 @@ class SavesRecorder(CountingMode, StepRecorder):
             tuple(map(self.index_of, operands)),
             tuple(map(self.index_of, results_of(out))),
             tuple(map(self.index_of, writes)),
-            has_generator(args, kwargs),
+            why_not_noted(args, kwargs),
             self._outside(self._note_reads(reads)),
             self._outside(writes),
             self._outside(statistics_of(func, args)),
@@ -245,11 +246,12 @@ class SavesRecorder(CountingMode, StepRecorder):
                 self._versions[number] += 1  # PyTorch counts it when this call has returned
         for tensor in results:
             if (number := self.index_of(tensor)) >= 0:
-                self._versions.setdefault(number, tensor._version)
+                self._versions.setdefault(number, version_of(tensor) or 0)
 
     def _check_counter(self, tensor: torch.Tensor) -> None:
         number = self.index_of(tensor)
-        if self._versions.get(number, tensor._version) != tensor._version:
+        version = version_of(tensor)  # None of a tensor of inference mode, whose writes nothing counts
+        if version is None or self._versions.get(number, version) != version:
             self.saved.own_counters.add(number)
 
     def _note_reads(self, reads: list[torch.Tensor]) -> list[torch.Tensor]:

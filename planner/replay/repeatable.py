@@ -143,8 +143,8 @@ class Repeatable:
         func = self._saved.operators[call.position]
         if not can_run_again(func):
             return "the operator is not run twice"
-        if call.generator:
-            return "it draws from a generator that it was handed"
+        if call.why_not is not None:
+            return call.why_not
         if call.outside_written or any(storage not in own for storage in call.written):
             return "it writes what was there before"
         unit_of = self._saved.unit_of

@@ -16,16 +16,17 @@ from planner._torch.execution import noise_operators
 from planner._torch.execution.bernoulli_draws import FASTER
 from planner._torch.execution.settings import settings
 from planner._torch.tensors import fills_storage
+from planner._torch.versions import version_of
 from planner.errors import FreedError
 from planner.replay import masks
 from planner.replay.calls import (
     can_run_again,
     draws,
-    has_generator,
     is_batch_norm,
     is_factory,
     results_of,
     statistics_of,
+    why_not_noted,
     written_operands,
 )
 from planner.replay.loaded_program import LoadedProgram
@@ -55,7 +56,7 @@ class Slots:
         self.changed: set[int] = set()
         self.strayed = False
         self._refs: dict[int, Any] = {}  # weak references to the storages
-        self._versions: dict[int, int] = {}
+        self._versions: dict[int, int | None] = {}
         self._counted_elsewhere: set[int] = set()  # kept: Python's tensor has another version counter
 
     # ---- forward --------------------------------------------------------------------------------------
@@ -64,7 +65,7 @@ class Slots:
         """Run a planned call of the forward: note it, keep its results, or pack its mask, as planned."""
         state = recipe = None
         writes = operators.writes(func) and not is_batch_norm(func)
-        if call.noted and can_run_again(func) and not (draws(func) and has_generator(args, kwargs)):
+        if call.noted and can_run_again(func) and why_not_noted(args, kwargs) is None:
             if draws(func):
                 state = rng_state(args, kwargs)
             operands = iter(call.operands)
@@ -93,7 +94,7 @@ class Slots:
                 break
             tensor = made[j]
             self._refs[slot] = weakref.ref(tensor.untyped_storage())
-            self._versions[slot] = tensor._version
+            self._versions[slot] = version_of(tensor)
             if kept:
                 self.tensors[slot] = alias(tensor)
                 self.kept.add(slot)
@@ -107,8 +108,8 @@ class Slots:
             self._watch(slot, tensor, writes=True)
             if call.noted and recipe is None:
                 self._refs.pop(slot)  # a re-run would lack this write: the slot matches nothing any more
-            else:
-                self._versions[slot] += 1  # PyTorch counts it when this call has returned
+            elif (version := self._versions[slot]) is not None:
+                self._versions[slot] = version + 1  # PyTorch counts it when this call has returned
 
     def _holds_all_written(self, call: PlannedCall, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether a call writes to slots alone: a re-run must write to nothing else."""
@@ -128,10 +129,8 @@ class Slots:
 
     def holds(self, slot: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in a slot's storage, as the noted calls left it."""
-        ref = self._refs.get(slot)
-        return (
-            ref is not None and ref() is tensor.untyped_storage() and tensor._version == self._versions[slot]
-        )
+        ref, version = self._refs.get(slot), version_of(tensor)
+        return ref is not None and ref() is tensor.untyped_storage() and version == self._versions[slot]
 
     def can_be_made(self, slot: int) -> bool:
         """Whether a slot's value can be made again: of its bits, or by calls that were all noted."""
@@ -189,7 +188,7 @@ class Slots:
             InputsChanged: The forward made it, and it was changed in place since.
         """
         base = self.tensors.get(slot)
-        if base is not None and slot in self.kept and base._version != self._versions[slot]:
+        if base is not None and slot in self.kept and version_of(base) != self._versions[slot]:
             raise changed_error(base)
         return base
 

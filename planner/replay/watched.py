@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from planner._torch.autograd import hooks_on_saved_tensors
+from planner._torch.autograd import graph_is_kept, hooks_on_saved_tensors
+from planner.compiled.calls import KEPT
 from planner.parallel.units import ROOT, Units
 from planner.replay.follow import as_it_is, unpack
 from planner.replay.loaded_program import LoadedProgram
@@ -29,6 +30,7 @@ class WatchedStep:
         self._planned, self._units = loaded.saved_bytes, units
         self._loaded, self.count = loaded, 0
         self._larger: tuple[int, int] | None = None  # a saved tensor's bytes, and its planned bytes
+        self._in_forward = True
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Count a tensor that autograd saves; returns it, with its version."""
@@ -40,6 +42,16 @@ class WatchedStep:
                     self._larger = size, planned
             self.count += 1
         return as_it_is(tensor)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The tensor that a node gets; warns of a backward that holds its graph."""
+        if not self._in_forward and graph_is_kept():
+            self._loaded.tell_once("kept", KEPT)
+        return unpack(packed)
+
+    def ended(self) -> None:
+        """End the forward."""
+        self._in_forward = False
 
     @property
     def other_path(self) -> bool:
@@ -70,6 +82,7 @@ def watched(
     if hooks_on_saved_tensors() is not None:
         return forward(), None
     step = WatchedStep(loaded, Units((module, ROOT) for module in units))
-    with torch.autograd.graph.saved_tensors_hooks(step.pack, unpack), step._units.watched():
+    with torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack), step._units.watched():
         output = forward()
+    step.ended()
     return output, step

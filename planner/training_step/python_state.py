@@ -27,6 +27,7 @@ MOST_ELEMENTS = 10_000
 _MOST_NUMBERS = 1_000_000
 _STEPPING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _MISSING = object()
+_NAME_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 
 
@@ -230,9 +231,16 @@ def globals_named_in(function: FunctionType) -> dict[str, Any]:
     pending = [function.__code__]
     while pending:
         code = pending.pop()
-        named |= {name: variables[name] for name in code.co_names if name in variables}
+        named |= {name: variables[name] for name in _names_of_globals(code) if name in variables}
         pending += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return named
+
+
+@functools.lru_cache(4096)
+def _names_of_globals(code: CodeType) -> tuple[str, ...]:
+    """The names in a function that are of variables; ``co_names`` has those of attributes too."""
+    named = (i.argval for i in dis.get_instructions(code) if i.opname in _NAME_GLOBALS)
+    return tuple(dict.fromkeys(named))
 
 
 def is_stepping(value: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from planner._torch.execution.in_double_precision import InDoublePrecision
+from planner._torch.modules import converted
 from planner.module_copies import copied_module, referring_to
 from planner.training_step.step import Step, map_tensors
 from planner.verification.outcomes import Name, Outcome, distance, same
@@ -51,7 +52,7 @@ class Yardstick:
             wide, on_it = _copied(model, step)
             in_double = replace(on_it, args=_double(step.args), kwargs=_double(dict(step.kwargs)))
             with InDoublePrecision():
-                self._exact = Outcome(wide.double(), in_double)
+                self._exact = Outcome(converted(wide, _wide_number), in_double)
         if options is None:
             restore()
             return
@@ -93,6 +94,12 @@ def _wide(tensor: torch.Tensor | None) -> Any:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
+def _wide_number(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in double precision, unless its elements are no real or complex numbers."""
+    wider: torch.Tensor = _wide(tensor) if tensor.is_floating_point() or tensor.is_complex() else tensor
+    return wider
+
+
 def _copied(model: torch.nn.Module, step: Step) -> tuple[Any, Step]:
     """A copy of a module without gradients, and its step."""
     copied = copied_module(model)
@@ -105,9 +112,8 @@ def _copied(model: torch.nn.Module, step: Step) -> tuple[Any, Step]:
 
 def _double(tree: Any) -> Any:
     def wide(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        return tensor.detach().double().requires_grad_(tensor.requires_grad)
+        wider = _wide_number(tensor.detach())
+        return tensor if wider.dtype is tensor.dtype else wider.requires_grad_(tensor.requires_grad)
 
     return map_tensors(wide, tree)
 

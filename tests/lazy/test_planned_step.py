@@ -111,6 +111,16 @@ def test_several_models_one_of_which_does_not_train() -> None:
     assert peak == pytest.approx(planned.plan.predicted.dynamic_peak_bytes, rel=0.005)
 
 
+LEFT_BEHIND = torch.ones(3, requires_grad=True)
+
+
+def test_an_attribute_is_no_variable_of_its_name() -> None:
+    """As of ``model(batch).loss`` where the loop has left a ``loss``; what a part of it names is one."""
+    planner.step(lambda net, batch: net(batch).LEFT_BEHIND, **BY)
+    with pytest.raises(StepError, match="from an enclosing scope"):
+        planner.step(lambda net, batch: max(net(batch), key=lambda y: (y * LEFT_BEHIND).sum()), **BY)
+
+
 def test_what_is_no_step_is_refused() -> None:
     model, weight = _net(), nn.Parameter(torch.ones(3))
 

@@ -199,7 +199,7 @@ def same_gradients(model: nn.Module, plain: nn.Module, *inputs: torch.Tensor) ->
 def test_other_batches_follow_the_plan(plan: Plan) -> None:
     model, plain = blocks(), blocks()
     plan.apply(model)
-    for batch in (64, 17, 8):
+    for batch in (64, 3, 17, 8):  # the sizes are traced of three rows, whose masks are too small to pack
         assert same_gradients(model, plain, torch.randn(batch, 32))
     with pytest.warns(planner.PlanWarning, match="is predicted to peak at"):
         assert same_gradients(model, plain, torch.randn(81, 32))

@@ -263,9 +263,23 @@ class SparseProduct(nn.Module):
         return torch.tanh(product.values()[product.indices()[0] < product.indices()[1]]).square().mean()
 
 
-def test_values_of_a_sparse_product() -> None:
+class SparseOfWeights(nn.Module):
+    """Multiplies by a sparse matrix of weights, and by a constant one: neither product runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.weights = nn.Linear(16, 16), nn.Parameter(torch.rand(24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        matrix = torch.sparse_coo_tensor(torch.arange(24).repeat(2, 1), torch.sigmoid(self.weights), (24, 24))
+        x = torch.tanh(torch.sparse.mm(matrix, torch.sin(self.layer(x))))
+        return torch.tanh(torch.eye(24).to_sparse_csr() @ torch.sin(self.layer(x))).square().mean()
+
+
+@pytest.mark.parametrize("build", [SparseProduct, SparseOfWeights])
+def test_values_of_a_sparse_product(build: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    model, x = SparseProduct(), torch.randn(24, 16)
+    model, x = build(), torch.randn(24, 16)
     same(model, lambda call, _: call(x).backward(), plan_of(model, x))
 
 

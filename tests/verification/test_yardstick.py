@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from planner.training_step.step import Step
+from planner.verification.outcomes import Outcome
 from planner.verification.yardstick import Yardstick
 
 
@@ -33,3 +35,26 @@ def test_a_step_may_be_so_far_from_the_exact_one(
     exact: float, eager: float, planned: float, near: bool
 ) -> None:
     assert _yardstick(exact, eager).holds("bias", torch.tensor([planned])) is near
+
+
+class Complex(torch.nn.Module):
+    """Products of real and of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real = torch.nn.Linear(8, 8)
+        self.complex = torch.nn.Parameter(torch.randn(8, 8, dtype=torch.cfloat))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.complex(self.real(x.real), x.imag) @ self.complex).abs().mean()
+
+
+def test_complex_numbers_are_in_double_precision_too() -> None:
+    torch.manual_seed(0)
+    model, step = Complex(), Step((torch.randn(4, 8, dtype=torch.cfloat),), {})
+    made = Yardstick(model, step, None, lambda: None, Outcome(model, step))
+    assert made.problem is None
+    assert {t.dtype for t in made._exact.tensors.values() if t is not None} == {
+        torch.float64,
+        torch.complex128,
+    }

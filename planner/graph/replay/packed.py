@@ -80,8 +80,9 @@ def read_sizes(graph: FxGraph, nodes: Collection[Node]) -> None:
 def _sizes(node: Node) -> list[int | Node]:
     sizes: list[int | Node] = []
     for dimension, size in enumerate(node.meta["val"].shape):
-        read = None if isinstance(size, int) else _size(node, dimension)
-        sizes.append(fake.concrete_size(size) if read is None else read)
+        read = size if isinstance(size, int) else _size(node, dimension)
+        assert read is not None, f"the backward does not know the sizes of {node}"
+        sizes.append(read)
     return sizes
 
 

@@ -52,6 +52,17 @@ class Deterministic(Layers):
         return super().run(x + filled)
 
 
+class InInferenceMode(Layers):
+    """Reads what a part computes for which autograd is off, of a view of what has a gradient."""
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().run(x)
+        with torch.inference_mode():
+            scale = torch.sin(y.view(-1))
+            scale += 1
+        return torch.tanh(y * scale.clone().view_as(y))
+
+
 def test_a_default_type_that_is_over_before_the_backward() -> None:
     model, (x,), _ = layers(Divides)
     twin = copy.deepcopy(model)
@@ -71,7 +82,8 @@ def test_a_default_type_that_is_over_before_the_backward() -> None:
 
 @pytest.mark.filterwarnings("error::planner.PlanWarning")
 @pytest.mark.parametrize(
-    "build", [SetsType, pytest.param(SetsTypeForOne, marks=pytest.mark.heavy), Deterministic]
+    "build",
+    [SetsType, pytest.param(SetsTypeForOne, marks=pytest.mark.heavy), Deterministic, InInferenceMode],
 )
 def test_what_a_forward_sets(build: type[Layers]) -> None:
     model, (x,), _ = layers(build)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch._dynamo.variables.ctx_manager import InferenceModeVariable
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
@@ -47,6 +48,7 @@ def end_graph(kind: str, why: str) -> NoReturn:
 def leave_out_calls(is_ours: IsOurs) -> None:
     """End graphs of captures of ours before such calls."""
     _leave_out_settings(is_ours)
+    _leave_out_inference_mode(is_ours)
     _leave_out_handled_errors(is_ours)
     _leave_out_gradients(is_ours)
     _leave_out_writes_through_masks(is_ours)
@@ -78,6 +80,22 @@ def _leave_out_settings(is_ours: IsOurs) -> None:
         if _SETS.fullmatch(name) and _HOMES_OF_SETTINGS.fullmatch(home):
             why = "a setting of PyTorch's", f"{name}() sets how PyTorch computes, for the whole process."
             _leave_out_where("settings", function, is_ours, lambda *_, why=why, **__: why)
+
+
+def _leave_out_inference_mode(is_ours: IsOurs) -> None:
+    """End a graph before ``torch.inference_mode()``.
+
+    A view that AOTAutograd takes there of what has a gradient is an error, after which no operator runs in
+    the thread any more.
+    """
+    create = InferenceModeVariable.create
+
+    def unless_on(tx: Any, mode: Any, **kwargs: Any) -> Any:
+        if mode and is_ours(tx):
+            end_graph("inference mode", "A part of the forward runs in inference mode.")
+        return create(tx, mode, **kwargs)
+
+    replace(InferenceModeVariable, "create", staticmethod(unless_on))
 
 
 def _leave_out_handled_errors(is_ours: IsOurs) -> None:
