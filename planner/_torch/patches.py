@@ -13,14 +13,14 @@ from unittest import mock
 
 @dataclass(frozen=True)
 class Patch:
-    """Something of PyTorch's that we replace.
+    """A function, attribute or table entry of PyTorch that we replace.
 
     Attributes:
-        target: Its full name; of an entry of a table, what the table is, and of which entries.
-        why: What goes wrong without, in a line.
-        test: The file of tests that fails without.
-        for_good: Whether it stays for the life of the process. It then asks who calls, and does for all
-            others what PyTorch does.
+        target: Its full name; for an entry of a table, the name of the table, and which entries.
+        why: The fault without the patch, in a line.
+        test: The file of tests that fails without it.
+        for_good: Whether it stays for the life of the process. It then asks who calls, and does as PyTorch
+            does for all other callers.
         since: The first version of PyTorch that has the target, ``(major, minor)``.
     """
 

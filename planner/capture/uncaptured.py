@@ -107,7 +107,7 @@ def nothing_captured(counted: dict[str, int]) -> CaptureError:
     """The error for a forward of which Dynamo made no graph.
 
     Args:
-        counted: What :func:`planner._torch.tracing.breaks.graph_breaks.counted_breaks` returned before.
+        counted: The earlier result of :func:`planner._torch.tracing.breaks.graph_breaks.counted_breaks`.
     """
     why = graph_breaks.new_break_reasons(counted)
     return CaptureError(

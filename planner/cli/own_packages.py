@@ -53,7 +53,7 @@ def check_solvers() -> None:
 
 
 def hidden_by_own(error: ImportError) -> str:
-    """What to add to an import error of the user's code where this program hides what it looks for."""
+    """The text to add to an import error of the user's code if this program hides the module it needs."""
     name = (error.name or "").partition(".")[0]
     if name not in _NAMES:
         return ""

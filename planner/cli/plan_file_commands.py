@@ -70,6 +70,6 @@ def diff_command(
 
 
 def names_of(first: str, second: str) -> tuple[str, str]:
-    """What to call two files: their names, or all of their paths where those are the same."""
+    """The names to show for two files: their names, or their whole paths if these are the same."""
     names = os.path.basename(first), os.path.basename(second)
     return names if names[0] != names[1] else (first, second)

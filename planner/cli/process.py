@@ -96,7 +96,7 @@ def _stream(descriptor: int, before: TextIO | None) -> TextIO:
 
 
 def plain(error: UnicodeError) -> tuple[str, int]:
-    """What stands for characters that the encoding of a stream does not have; a codec's error handler."""
+    """A codec's error handler: the text for characters that the encoding of a stream does not have."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return "".join(_PLAIN.get(c, "?") for c in error.object[error.start : error.end]), error.end

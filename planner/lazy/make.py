@@ -68,7 +68,7 @@ class Made:
     end: str = ""
 
     def line(self) -> str:
-        """What was planned, in one line."""
+        """One line about the plan that was made."""
         plan = self.plan
         whole, unplanned = plan.whole_step, plan.baseline_whole_step
         now = plan.predicted.peak_bytes if whole is None else whole.total_bytes

@@ -23,8 +23,8 @@ class FSDP2:
         reshard_after_forward: The argument of ``fully_shard``, for the regions and for the root: whether
             parameters are freed after the forward. None: its default, which keeps the root's. A number: they
             are sharded among a smaller group of so many ranks until the backward.
-        param_dtype: That of ``MixedPrecisionPolicy``: the type that parameters are gathered and computed in.
-        reduce_dtype: That of ``MixedPrecisionPolicy``: the type that gradients are reduced in. None means
+        param_dtype: As in ``MixedPrecisionPolicy``: the type that parameters are gathered and computed in.
+        reduce_dtype: As in ``MixedPrecisionPolicy``: the type that gradients are reduced in. None means
             ``param_dtype`` up to PyTorch 2.14, and the type of the parameters from 2.15 on.
         no_sync: Whether the gradients of several micro-batches are added up before they are reduced, by
             ``set_requires_gradient_sync(False)`` for all but the last, as Accelerate's ``no_sync`` and

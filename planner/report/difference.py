@@ -64,7 +64,7 @@ def render_difference(
     Args:
         first: A plan.
         second: Another.
-        names: What to call them.
+        names: The names to call them by.
         width: Characters that a line may take.
     """
     short = [printable(name) for name in names]

@@ -77,7 +77,7 @@ class Explanation:
     """Operations of its forward, with those of modules inside it."""
     kept_operations: int
     kept_bytes: int
-    """Of results that live on from the forward into the backward."""
+    """Text about results that live on from the forward into the backward."""
     freed_operations: int
     """Operations whose results neither live on nor are made again: nothing of the backward reads them."""
     fixed_operations: int

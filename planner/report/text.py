@@ -170,7 +170,7 @@ def _on_the_device(plan: PlanRecord) -> list[tuple[str, str, str, str]]:
 
 
 def reserved_beforehand(segments: Sequence[int], without_bytes: int, with_bytes: int) -> str:
-    """What segments that are reserved before the first step save."""
+    """Text about the bytes that segments save which are reserved before the first step."""
     sizes = " and ".join(map(format_bytes, segments))
     named = f"one segment of {sizes}" if len(segments) == 1 else f"{len(segments)} segments of {sizes}"
     change = f"{format_bytes(without_bytes)} -> {format_bytes(with_bytes)} reserved"

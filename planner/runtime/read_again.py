@@ -28,7 +28,7 @@ class ReadAgain(GraphHook):
     Args:
         plan: The plan.
         graph, example_inputs: The captured forward, and the inputs that it was captured with.
-        host: Where results are kept that the plan sends.
+        host: Keeps the results that the plan sends to the host; None if it sends none.
     """
 
     def __init__(

@@ -108,9 +108,11 @@ def retrace(
     """Trace a function of tensors without data with Inductor's decompositions.
 
     Args:
-        function, inputs, mode: What to trace, on what, in which fake mode.
-        as_traced: How many results lie in memory as they were traced, the others as Inductor lays them out;
-            None: all.
+        function: The function to trace.
+        inputs: Its arguments, without data.
+        mode: Their fake mode.
+        as_traced: The number of first results that lie in memory as they were traced; Inductor lays out the
+            others. None for all.
     """
     with (
         without_modes(),
@@ -170,7 +172,7 @@ class Emitted:
     Attributes:
         source: Its Python source; "" where the graph calls nothing.
         run: Runs it on tensors without data: it allocates and frees, and computes nothing.
-        strides: Of its results; None of those that are no tensors. Empty where it calls nothing.
+        strides: The strides of each result; None for one that is no tensor. Empty if it calls nothing.
     """
 
     source: str

@@ -48,9 +48,9 @@ class _Convention:
     """How Python calls a kernel.
 
     Attributes:
-        parameters: Of the function in C++ that it calls.
-        parsed: What stands in Inductor's own bindings if it is called so.
-        check: What sees that the number of arguments is right.
+        parameters: The parameters of the C++ function that it calls.
+        parsed: The text in Inductor's own bindings that shows that a kernel is called so.
+        check: The code that checks the number of arguments.
         method: The function's entry in the table of methods.
     """
 

@@ -268,7 +268,7 @@ def _leaf_like(tensor: FakeTensor) -> torch.Tensor:
 
 
 def nodes_so_far() -> int:
-    """How many autograd nodes this thread has made."""
+    """The number of autograd nodes that this thread has made."""
     return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
@@ -278,8 +278,8 @@ def compiled_node(results: Sequence[Any], before: int) -> Any:
     If an output is a view of another, AOTAutograd takes the view outside: then the node is behind the view's.
 
     Args:
-        results: What the graph returned.
-        before: What :func:`nodes_so_far` was before the call.
+        results: The results of the graph.
+        before: The result of :func:`nodes_so_far` before the call.
     """
     for result in results:
         node = result.grad_fn if isinstance(result, torch.Tensor) else None

@@ -105,7 +105,7 @@ def page_data(plan: PlanRecord, frontier: Sequence[PlanRecord] = ()) -> dict[str
 
 
 def _link(sim: SimulatedPlan) -> list[dict[str, Any]]:
-    """What the link carries, in the order of the forward: what waits to be on the host, and what comes back.
+    """The results that the link carries, in the order of the forward, each on its way to the host and back.
 
     From the step that makes a result, or takes it from another graph, to the one at which it is on the host,
     and from that which begins to fetch it to the first that reads it. Until the one and from the other on it
