@@ -45,7 +45,7 @@ SCANNED_SLOTS = 30
 LEAST_PEAK_TRIALS = 16
 """The number of plans of each table that are judged for the least peak, those of least memory first."""
 LEAST_PEAK_SLOWER = 1.02
-"""The factor by which such a plan may be slower than allowed by the table, which overrates seconds."""
+"""The factor by which such a plan may be slower than allowed, as the table overrates seconds."""
 COUNTS = (64, 48, 32, 24, 10)
 """Numbers of blocks tried: the table grows with the cube of their number."""
 TOGETHER = 60_000
