@@ -24,13 +24,14 @@ class WatchedStep:
 
     Attributes:
         count: Their number so far.
+        in_forward: Whether the forward has not ended.
     """
 
     def __init__(self, loaded: LoadedProgram, units: Units) -> None:
         self._planned, self._units = loaded.saved_bytes, units
         self._loaded, self.count = loaded, 0
         self._larger: tuple[int, int] | None = None  # a saved tensor's bytes, and its planned bytes
-        self._in_forward = True
+        self.in_forward = True
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Count a tensor that autograd saves; returns it, with its version."""
@@ -45,13 +46,9 @@ class WatchedStep:
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """The tensor that a node gets; warns of a backward that holds its graph."""
-        if not self._in_forward and graph_is_kept():
+        if not self.in_forward and graph_is_kept():
             self._loaded.tell_once("kept", KEPT)
         return unpack(packed)
-
-    def ended(self) -> None:
-        """End the forward."""
-        self._in_forward = False
 
     @property
     def other_path(self) -> bool:
@@ -84,5 +81,5 @@ def watched(
     step = WatchedStep(loaded, Units((module, ROOT) for module in units))
     with torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack), step._units.watched():
         output = forward()
-    step.ended()
+    step.in_forward = False
     return output, step
