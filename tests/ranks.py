@@ -1,10 +1,12 @@
 """Two processes that train together, or more, over gloo on this machine."""
 
+import contextlib
 import faulthandler
 import os
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -76,9 +78,8 @@ def _rank(rank: int, count: int, work: Callable[[Path], None], folder: Path, sec
         faulthandler.enable(file=end)
         faulthandler.dump_traceback_later(seconds - 10, file=end)
         torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo", store=_store(rank, count, folder / "port"), rank=rank, world_size=count
-        )
+        store = _store(rank, count, folder / "port")
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
         try:
             work(folder)
         except BaseException:
@@ -86,7 +87,15 @@ def _rank(rank: int, count: int, work: Callable[[Path], None], folder: Path, sec
             raise
         finally:
             faulthandler.cancel_dump_traceback_later()
+            _wait_for_all(store, rank, count)
         dist.destroy_process_group()
+
+
+def _wait_for_all(store: dist.Store, rank: int, count: int) -> None:
+    """Wait until all ranks have done their work: gloo may still be sending what a collective has returned."""
+    store.set(f"done {rank}", "")
+    with contextlib.suppress(RuntimeError):  # rank 0, which has the store, ends once all have done it
+        store.wait([f"done {other}" for other in range(count)], timedelta(seconds=60))
 
 
 def _store(rank: int, count: int, port: Path) -> dist.Store:

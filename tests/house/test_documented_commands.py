@@ -78,7 +78,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for old, new in (
         (
             "LAYERS, WIDTH, HEADS, VOCABULARY = 6, 256, 4, 4096",
-            "LAYERS, WIDTH, HEADS, VOCABULARY = 2, 16, 2, 64",
+            "LAYERS, WIDTH, HEADS, VOCABULARY = 4, 16, 2, 64",
         ),
         ("BATCH, LENGTH = 8, 256", "BATCH, LENGTH = 2, 16"),
     ):
