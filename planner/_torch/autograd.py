@@ -202,8 +202,13 @@ def runs_leaf(node: Any) -> bool:
 
 
 def graph_is_kept() -> bool:
-    """Whether the running backward keeps its saved tensors (``retain_graph=True``)."""
+    """Whether the running backward keeps its saved tensors (``retain_graph=True``); True if none runs."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def backward_keeps_graph() -> bool:
+    """Whether a backward runs that keeps its saved tensors, unlike code that reads those of a node."""
+    return graph_is_kept() and current_backward() != -1
 
 
 def is_batched(tensor: torch.Tensor) -> bool:

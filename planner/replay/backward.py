@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from planner._torch.autograd import engine_asks, graph_is_kept
+from planner._torch.autograd import backward_keeps_graph, engine_asks, graph_is_kept
 from planner._torch.execution.settings import set_as, settings
 from planner._torch.execution.written_over import WrittenOver, is_held_alone, operators_run_once
 from planner.compiled.calls import KEPT
@@ -57,7 +57,7 @@ class Backward:
         if not self._in_order or (save in program.written_over and save not in program.asking_order):
             return  # a save that is only written over sets off no runs: its order does not matter
         keep = graph_is_kept()
-        if keep and self.followed:  # not in the forward: what it keeps is planned
+        if keep and self.followed and backward_keeps_graph():  # not in the forward: that is planned
             self._loaded.tell_once("kept", KEPT)
         if not keep:
             place = program.asking_order.get(save, -1)

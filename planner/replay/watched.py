@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from planner._torch.autograd import graph_is_kept, hooks_on_saved_tensors
+from planner._torch.autograd import backward_keeps_graph, hooks_on_saved_tensors
 from planner.compiled.calls import KEPT
 from planner.parallel.units import ROOT, Units
 from planner.replay.follow import as_it_is, unpack
@@ -46,7 +46,7 @@ class WatchedStep:
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """The tensor that a node gets; warns of a backward that holds its graph."""
-        if not self.in_forward and graph_is_kept():
+        if not self.in_forward and backward_keeps_graph():
             self._loaded.tell_once("kept", KEPT)
         return unpack(packed)
 

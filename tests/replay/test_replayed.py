@@ -402,6 +402,23 @@ def test_a_backward_may_run_twice_and_be_differentiated(budget: str) -> None:
     assert _same(model, eager, penalty)
 
 
+@pytest.mark.parametrize("budget", ["min", "100%"])
+def test_reading_what_a_node_saves_is_no_backward_that_holds_it(budget: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()), torch.randn(256, 64)
+    eager = copy.deepcopy(model)
+    _planned(model, x, budget, loss=lambda y: y.square().mean()).apply(model)
+
+    def looked_at(one: nn.Module) -> None:
+        out: Any = one(x)
+        assert torch.equal(out.grad_fn._saved_result, out)
+        out.square().mean().backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        assert _same(model, eager, looked_at)
+
+
 def test_what_is_changed_in_place_after_the_forward_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
     x = torch.randn(64, 16)
