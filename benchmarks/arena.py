@@ -49,9 +49,8 @@ DELAYS = """
 The emitted program frees a value behind its last use. It could free it later, as long as no more is in use
 at once. For the table's plans such delays were searched for by simulation: some frees at a time move by a
 few operations, every 25 tries segments are searched for anew, and what reserves no more is kept. The most
-that is in use is the bound below which no order of allocations reserves. The most that
-is gained, at 26 %, is 1.9 % of what is reserved, in a row within 1.05 without it, for as long as thousands
-of simulations take. So the program frees as soon as it can.
+that is in use is the bound below which no order of allocations reserves. What delays gain is the difference
+of the two shares, for as long as thousands of simulations take. So the program frees as soon as it can.
 
 | budget | in use, at most | reserved | share | with frees delayed | share | tries |
 |---|---:|---:|---:|---:|---:|---:|

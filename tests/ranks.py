@@ -87,7 +87,7 @@ def _rank(rank: int, count: int, work: Callable[[Path], None], folder: Path, sec
             raise
         finally:
             faulthandler.cancel_dump_traceback_later()
-            _wait_for_all(store, rank, count)
+        _wait_for_all(store, rank, count)
         dist.destroy_process_group()
 
 

@@ -185,7 +185,8 @@ class _Search:
         self._start, self._loop = LargePool(), loop
         self._start.run(before)
         without = self._start.copy()
-        self._left, self._more = most_events - without.run(loop), most_events - MOST_EVENTS
+        self._left = most_events - without.run(loop)
+        self._beyond = most_events - MOST_EVENTS  # so many are left when MOST_EVENTS are simulated
         self.best: tuple[int, ...] = ()
         self.best_bytes = self.without_bytes = without.reserved_bytes
         self._peak = most_in_use(loop)
@@ -219,7 +220,7 @@ class _Search:
                 now, reserved = changed, found
 
     def _done(self) -> bool:
-        enough = self._near if self._left > self._more else self._far
+        enough = self._near if self._left > self._beyond else self._far
         return self._left <= 0 or self.best_bytes <= enough
 
     def _try(self, segments: tuple[int, ...], most_bytes: int) -> int | None:

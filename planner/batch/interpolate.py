@@ -81,7 +81,7 @@ class Sized:
             on_gpu = self.footprint.device.kind == "cuda"
             allocations = planned_allocations(self.graph, schedule) if on_gpu else None
             self._whole_steps[key] = self.footprint.whole_step(
-                peak, self.final_bytes, allocations, arena=MOST_EVENTS
+                peak, self.final_bytes, allocations, arena_events=MOST_EVENTS
             )
         return self._whole_steps[key]
 

@@ -80,7 +80,7 @@ def optimizer_step(
 
     Args:
         optimizer: An instance, a class, or the name of one in ``torch.optim`` ("AdamW").
-        parameters: Of the module that it trains.
+        parameters: The parameters of the module that it trains.
         device: Where the step will run.
         meter: Measures the workspace of kernels; None counts none.
         costs: Seconds of operations; None for the device's roofline.

@@ -50,7 +50,7 @@ class StepMemoryModel:
         final_bytes: int,
         allocations: Allocations | None = None,
         *,
-        arena: int = 0,
+        arena_events: int = 0,
     ) -> WholeStep:
         """The whole step of a schedule.
 
@@ -59,13 +59,14 @@ class StepMemoryModel:
             final_bytes: Bytes that they leave: gradients, outputs.
             allocations: Their allocations, in order, to predict fragmentation in the allocator of a GPU; None
                 leaves it out.
-            arena: How many events the search for segments to reserve beforehand simulates; none without such.
+            arena_events: The number of events that the search for segments to reserve beforehand simulates;
+                0 for a step without such segments.
         """
         recorded = self.recorded_bytes or 0
         forward_backward = self.resident.total + dynamic_peak_bytes
         resident = self.resident.total - self.resident.unreduced_bytes + self.reduced_bytes
         if self.recorded_bytes is not None:
-            final_bytes, arena = max(final_bytes, dynamic_peak_bytes), 0
+            final_bytes, arena_events = max(final_bytes, dynamic_peak_bytes), 0
         update = resident + final_bytes + self.optimizer.transient_bytes
         allocated = max(forward_backward, update)
         fragmentation, without, expandable = 0, None, None
@@ -73,10 +74,10 @@ class StepMemoryModel:
         if allocations is not None and self.device.kind == "cuda":
             used = allocated + self.device.library_bytes + recorded
             loop = self.loop(allocations)
-            made = arena_of(loop, arena) if arena else made
+            made = arena_of(loop, arena_events) if arena_events else made
             reserved = reservation(loop).reserved_bytes
             fragmentation = max(reserved - made.saved_bytes - used, 0)
-            without = max(reserved - used, 0) if arena else None
+            without = max(reserved - used, 0) if arena_events else None
             expandable = max(reservation(loop, EXPANDABLE).reserved_bytes - used, 0)
         return WholeStep(
             forward_backward_bytes=forward_backward,

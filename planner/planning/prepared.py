@@ -92,16 +92,16 @@ class Prepared:
         """The same, with the best arena of segments that could be reserved for it beforehand."""
         eager = self.problem.eager
         return self._unrecorded.whole_step(
-            eager.peak_bytes, eager.final_bytes, eager.allocations, arena=MOST_EVENTS
+            eager.peak_bytes, eager.final_bytes, eager.allocations, arena_events=MOST_EVENTS
         )
 
-    def whole_step(self, schedule: Schedule, arena: int = MOST_EVENTS) -> WholeStep:
-        """The step by a schedule, then the optimizer's; ``arena`` as for
+    def whole_step(self, schedule: Schedule, arena_events: int = MOST_EVENTS) -> WholeStep:
+        """The step by a schedule, then the optimizer's; ``arena_events`` as for
         :meth:`planner.costs.step_memory.StepMemoryModel.whole_step`."""
         problem = self.problem
         peak = simulate(problem.graph, schedule).peak_bytes
         allocations = planned_allocations(problem.graph, schedule) if self.device.kind == "cuda" else None
-        return self.footprint.whole_step(peak, problem.final_bytes, allocations, arena=arena)
+        return self.footprint.whole_step(peak, problem.final_bytes, allocations, arena_events=arena_events)
 
     def changed(self, change: Callable[[torch.nn.Module], object]) -> tuple[EagerTimeline, WholeStep]:
         """Record the unplanned step of a changed copy of the model.

@@ -6,13 +6,23 @@ import pickle
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import planner
-from planner.allocator.arena import MOST_EVENTS, Event, LargePool, Recorder, find_arena, most_in_use
+from planner.allocator import training_loop
+from planner.allocator.arena import (
+    MOST_EVENTS,
+    THOROUGH_EVENTS,
+    Event,
+    LargePool,
+    Recorder,
+    find_arena,
+    most_in_use,
+)
 from planner.allocator.caching_allocator import CachingAllocator, SimulatedOutOfMemory
 from planner.allocator.training_loop import arena_of, reservation, run
 from planner.costs.devices import find_device
@@ -170,6 +180,21 @@ def test_a_budget_in_bytes_is_met_with_the_arena(prepared: Prepared) -> None:
     plan = plan_prepared(prepared, free * 3 // 4)
     assert plan.whole_step is not None
     assert plan.whole_step.total_bytes <= free * 3 // 4
+
+
+def test_only_a_stored_plan_is_searched_for_thoroughly(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def noted(before: list[Event], loop: list[Event], most_events: int) -> Any:
+        asked.append(most_events)
+        return find_arena(before, loop, 50_000)
+
+    monkeypatch.setattr(training_loop, "find_arena", noted)
+    plan_prepared(prepared, prepared.baseline_whole_step.total_bytes * 3 // 4)
+    assert asked[-1] == THOROUGH_EVENTS
+    assert {*asked[:-1]} == {MOST_EVENTS}
 
 
 def test_the_unplanned_step_reserves_less_with_one(prepared: Prepared) -> None:
