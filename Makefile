@@ -69,11 +69,13 @@ demo: venv  ## Plan a BERT for 60 % of its memory, train with the plan, compare 
 	$(BIN)/python examples/bert.py --budget 60% --plan $(OUT)/bert-plan.json
 	$(BIN)/python -m planner show $(OUT)/bert-plan.json
 
-test: venv  ## Run the tests that take seconds.
-	$(PYTEST) -m "not heavy" -n 2
+TESTS := not heavy
 
-compat:  ## Run the tests that take seconds with another PyTorch (some gigabytes): make compat TORCH=2.15.0
-	$(MAKE) test VENV=$(VENV)-$(TORCH:torch==%=%) TORCH=torch==$(TORCH:torch==%=%)
+test: venv  ## Run the tests that take seconds.
+	$(PYTEST) -m "$(TESTS)" -n 2
+
+compat:  ## Run these, and all of replaying, with another PyTorch (some gigabytes): make compat TORCH=2.15.0
+	$(MAKE) test TESTS="not heavy or any_torch" VENV=$(VENV)-$(TORCH:torch==%=%) TORCH=torch==$(TORCH:torch==%=%)
 
 # The oldest release that plans run on, and those between it and the newest.
 RELEASES := 2.6.0 2.7.1 2.8.0 2.9.1 2.10.0 2.11.0 2.12.1 2.14.1 2.15.0

@@ -19,6 +19,8 @@ from planner.heap import nothing_set_aside
 from tests.side_by_side import Layers, layers, plan_of
 from tests.small import Broken
 
+pytestmark = pytest.mark.heavy
+
 BY: Any = {"budget": "min", "solver": "sqrt_n"}
 
 
@@ -115,7 +117,6 @@ def test_models_and_inputs(use: Callable[[nn.Module, torch.Tensor], None], build
     assert weight() is None
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("use", [_applies, _in_regions])
 @pytest.mark.filterwarnings("ignore::planner.PlanWarning")
 def test_what_was_compiled_of_code_behind_a_break(use: Callable[[nn.Module, torch.Tensor], None]) -> None:

@@ -11,6 +11,8 @@ import torch.nn as nn
 import planner
 from planner.errors import PlanWarning
 
+pytestmark = pytest.mark.heavy
+
 FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": lambda x: x.reshape(1, 12, 20, 16).transpose(1, -1),
     "permuted": lambda x: x.view(12, 1, 20, 16).permute(3, 1, 0, 2),

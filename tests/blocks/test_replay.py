@@ -13,6 +13,8 @@ from planner.lowering.partition import no_recomputation, partition
 from planner.problem.build import build_problem
 from planner.training_step.step import Step
 
+pytestmark = pytest.mark.heavy
+
 aten = torch.ops.aten
 MODEL, X = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4)
 

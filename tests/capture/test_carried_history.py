@@ -12,6 +12,8 @@ from planner.capture.carried_history import CARRIED_HISTORY
 from planner.verification.measure import measure_peak
 from tests.side_by_side import no_plan_warnings
 
+pytestmark = pytest.mark.heavy
+
 
 class _Leaky(nn.Module):
     """A neuron that leaks: its potential goes on from the one before, in attributes of three kinds."""

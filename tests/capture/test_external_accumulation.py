@@ -13,6 +13,8 @@ import planner
 from planner.hooks import external_accumulation_check
 from tests.side_by_side import no_plan_warnings
 
+pytestmark = pytest.mark.heavy
+
 
 class Tied(nn.Module):
     """Words in and out share a weight."""
@@ -250,7 +252,6 @@ def test_looking_holds_nothing_that_is_passed_between_graphs() -> None:
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
 
 
-@pytest.mark.heavy
 def test_looking_costs_no_memory_and_leaves_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
     watch = external_accumulation_check.ExternalAccumulationCheck._watch

@@ -11,6 +11,8 @@ import planner
 from planner.errors import CaptureError
 from planner.user_plan import Plan
 
+pytestmark = pytest.mark.heavy
+
 
 def plan_for_gpu(model: nn.Module, *args: torch.Tensor) -> Plan:
     return planner.plan(model, args, budget="100GiB", device="H100", loss=torch.sum, solver="none")

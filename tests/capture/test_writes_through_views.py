@@ -13,6 +13,8 @@ import planner
 from planner.errors import PlanWarning
 from tests.side_by_side import assert_same, left_by, steps
 
+pytestmark = pytest.mark.heavy
+
 
 def _sums(x: Tensor) -> Tensor:
     """Running sums along the first dimension, by writes to each second, fourth, eighth row."""

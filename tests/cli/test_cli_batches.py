@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 from planner.cli.commands import app
 from planner.user_plan import Plan
 
+pytestmark = pytest.mark.heavy
+
 BUILDERS = """
 import torch
 from torch import nn
@@ -38,7 +40,6 @@ def builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.heavy
 def test_the_largest_batch_and_its_plan(builders: Path) -> None:
     arguments = [
         "max-batch",
@@ -72,7 +73,6 @@ def test_sweeps_and_batches_in_pieces(builders: Path) -> None:
     assert not Plan.load("p.json").is_exact
 
 
-@pytest.mark.heavy
 def test_a_table_for_people() -> None:
     arguments = ["max-batch", "batches.py:build", "-b", "1MiB", "--solver", "sqrt_n", "--max-overhead", "20%"]
     result = CliRunner().invoke(app, arguments)

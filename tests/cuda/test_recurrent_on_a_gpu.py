@@ -13,6 +13,8 @@ from planner._torch.fake import fake_mode
 from planner._torch.tracing.breaks import calls_left_out
 from planner.training_step.recorder import StepRecorder
 
+pytestmark = pytest.mark.heavy
+
 
 class Layers(nn.Module):
     def __init__(self, kind: Any, **options: Any) -> None:

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import planner
 from planner._torch.distributed import autograd_sums_micro_batches, sharded_units
 
+pytestmark = pytest.mark.heavy
+
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PARALLEL = planner.FSDP2(1, reshard_after_forward=None)
 
@@ -98,7 +100,6 @@ def _inside(model: nn.Module) -> None:
     _shard(model)
 
 
-@pytest.mark.heavy
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(
     ("shard", "says"),
@@ -134,7 +135,6 @@ def test_a_unit_without_parameters_is_none_that_counts(sharded: bool) -> None:
     assert _said(shard, model=model, regions=["0", "1"]) == []
 
 
-@pytest.mark.heavy
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(
     ("options", "parallel"),

@@ -15,6 +15,8 @@ from planner._torch.joint.memory_layout import MemoryLayout
 from planner.user_plan import Plan
 from tests.side_by_side import assert_same, left_by, plan_of, steps
 
+pytestmark = pytest.mark.heavy
+
 
 @given(st.data())
 def test_parts_of_dense_tensors_are_described(data: st.DataObject) -> None:
@@ -156,7 +158,6 @@ def test_the_last_of_many_alike_layers_gets_its_gradient_as_it_lies() -> None:
     assert [graph.places for graph in plan.graphs if graph.places] == [[11]]
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("planned", [1, 4])
 def test_executions_follow_their_plan_at_other_sizes(planned: int) -> None:
     """In a batch of one what is turned lies as it did, so that no execution is apart."""
@@ -182,7 +183,6 @@ def test_executions_follow_their_plan_at_other_sizes(planned: int) -> None:
 
 
 @pytest.mark.graphs
-@pytest.mark.heavy
 def test_gradients_at_other_sizes_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("planner.runtime.shapes.per_shape.MOST_SHAPES", 3)
     torch.manual_seed(0)

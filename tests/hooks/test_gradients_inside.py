@@ -15,6 +15,8 @@ from torch.func import functional_call, grad, hessian, jvp, vmap
 import planner
 from tests.side_by_side import assert_same, counting_runs, left_by, no_plan_warnings, plan_of, step_of, steps
 
+pytestmark = pytest.mark.heavy
+
 
 class Network(nn.Module):
     """A small smooth network that models below differentiate."""
@@ -149,7 +151,6 @@ _PLANNED = [InnerLoop, FirstOrder, Penalty, Transforms, Reversible]
 
 
 @pytest.mark.graphs
-@pytest.mark.heavy
 @pytest.mark.parametrize("build", _PLANNED)
 def test_gradients_inside_of_a_forward_are_operations_of_it(build: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
@@ -165,7 +166,6 @@ def test_gradients_inside_of_a_forward_are_operations_of_it(build: Callable[[], 
     assert_same(ours, left_by(twin, _loss))
 
 
-@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore:PyTorch traces this model into other operations")
 def test_a_second_derivative_by_functions_is_right() -> None:
     torch.manual_seed(0)
@@ -176,7 +176,6 @@ def test_a_second_derivative_by_functions_is_right() -> None:
 
 
 @pytest.mark.graphs
-@pytest.mark.heavy
 @pytest.mark.parametrize("build", [Equation, Forces])
 def test_the_peak_with_gradients_inside_is_the_predicted_one(build: Callable[[], nn.Module]) -> None:
     model, args = build(), _batch()

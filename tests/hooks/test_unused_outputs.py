@@ -12,6 +12,8 @@ import planner
 from planner.graph.tangent_layouts import TangentLayouts
 from tests.side_by_side import assert_same, left_by, no_plan_warnings, plan_of
 
+pytestmark = pytest.mark.heavy
+
 
 class Scored(nn.Module):
     """Hands out scores beside what the loss is made of."""
@@ -135,7 +137,6 @@ class LeavesAPart(Parts):
         return used.square(), left.square()
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("build", [AddsUp, WritesThroughAView, LeavesAPart])
 def test_what_graphs_hand_on_gets_its_gradient_or_none(build: type[nn.Module]) -> None:
     torch.manual_seed(0)

@@ -17,6 +17,8 @@ from planner._torch.inductor.remembered import work_remembered
 from planner.lowering.inductor import InductorLowering
 from planner.lowering.partition import no_recomputation, partition
 
+pytestmark = pytest.mark.heavy
+
 MANY = 300  # more than Inductor remembers
 
 

@@ -13,7 +13,7 @@ import planner
 from planner.runtime.install import installed_plan
 from tests.side_by_side import Layers, layers, no_plan_warnings, plan_of
 
-pytestmark = pytest.mark.usefixtures("process_group")
+pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.heavy]
 
 
 def test_the_buckets_are_planned_at_the_first_call() -> None:

@@ -43,6 +43,8 @@ from solvers.model.schedule import check, simulate
 from solvers.model.solution import Solution, Status
 from tests.browser import run_in_browser
 
+pytestmark = pytest.mark.heavy
+
 X = torch.randn(512, 64)
 
 
@@ -135,7 +137,6 @@ def in_regions() -> planner.PreparedStep:
     )
 
 
-@pytest.mark.heavy
 def test_what_one_region_hands_on_to_the_next_leaves_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
     step = in_regions()
     plan = step.plan("min", solver="sqrt_n")
@@ -434,7 +435,6 @@ class Words(nn.Module):
         return F.cross_entropy(self.head(self.blocks(self.words(words))).flatten(0, 1), words.flatten())
 
 
-@pytest.mark.heavy
 def test_a_step_with_its_loss_in_pieces_sends_too() -> None:
     words, model = torch.randint(0, 500, (8, 128)), Words().train()
     step = planner.prepare(

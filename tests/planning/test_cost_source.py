@@ -9,7 +9,7 @@ import planner
 from planner.planning import cost_source, one_backend
 from tests.small import small_gpt
 
-pytestmark = pytest.mark.timed
+pytestmark = [pytest.mark.timed, pytest.mark.heavy]
 
 
 def _plan(**options: object) -> planner.Plan:
@@ -52,7 +52,6 @@ def test_one_of_several_ranks_does_not_time_by_itself(monkeypatch: pytest.Monkey
     assert _plan().target.costs.startswith("roofline")
 
 
-@pytest.mark.heavy
 def test_the_largest_batch_and_estimates_time_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("something is timed")

@@ -22,6 +22,8 @@ from solvers.model.graph import Graph
 from solvers.model.solution import Solution, Status
 from solvers.programs.lower_bound import Bound
 
+pytestmark = pytest.mark.heavy
+
 X = torch.randn(64, 32)
 
 
@@ -57,7 +59,6 @@ def plan() -> Plan:
     return planned(blocks())
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.heavy)])
 def test_bits_and_bytes_are_as_promised(dtype: torch.dtype) -> None:
     model, x = blocks().to(dtype), X.to(dtype)
@@ -68,7 +69,6 @@ def test_bits_and_bytes_are_as_promised(dtype: torch.dtype) -> None:
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
 
 
-@pytest.mark.heavy
 def test_bits_take_less_time_than_drawing_again_and_less_memory_than_masks(plan: Plan) -> None:
     without = planned(blocks(), encodings="none")
     assert masks(without) == 0
@@ -129,7 +129,6 @@ def test_a_cached_plan_with_bits_is_not_one_without() -> None:
     assert made_of(model, {"regions": "auto"}) != made_of(model, {})
 
 
-@pytest.mark.heavy
 def test_a_sweep_packs_as_well() -> None:
     given = {"budgets": ["min", "70%", "75%"], "loss": squares, "time_limit": 240}
     x = torch.randn(128, 64)
@@ -153,7 +152,6 @@ def test_the_least_peak_is_an_answer_to_larger_budgets_of_a_sweep() -> None:
     assert answers[0].solution.peak_bytes == 100
 
 
-@pytest.mark.heavy
 def test_a_budget_that_needs_no_recomputation_packs_nothing() -> None:
     assert masks(planned(blocks(), budget="100%")) == 0
 
@@ -177,7 +175,6 @@ def test_the_plan_file_says_what_is_packed(plan: Plan, tmp_path: Path) -> None:
     assert same_gradients(model, plain, X)
 
 
-@pytest.mark.heavy
 def test_what_users_insist_on_is_not_packed() -> None:
     for insisted in ({"recompute": ["aten.native_dropout"]}, {"keep": ["aten.native_dropout"]}):
         assert masks(planned(blocks(), **insisted)) == 0
@@ -195,7 +192,6 @@ def same_gradients(model: nn.Module, plain: nn.Module, *inputs: torch.Tensor) ->
     return all(a is b is None or torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.heavy
 def test_other_batches_follow_the_plan(plan: Plan) -> None:
     model, plain = blocks(), blocks()
     plan.apply(model)
@@ -205,7 +201,6 @@ def test_other_batches_follow_the_plan(plan: Plan) -> None:
         assert same_gradients(model, plain, torch.randn(81, 32))
 
 
-@pytest.mark.heavy
 def test_a_frozen_layer_keeps_the_rest_packed(plan: Plan) -> None:
     model, plain = blocks(), blocks()
     for each in (model, plain):
@@ -230,7 +225,6 @@ class Parts(nn.Module):
 
 
 @pytest.mark.graphs
-@pytest.mark.heavy
 def test_graphs_and_conditions() -> None:
     torch.manual_seed(0)
     model = Parts().train()

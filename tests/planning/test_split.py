@@ -31,6 +31,8 @@ from planner.user_plan import Plan
 from planner.verification.measure import measure_peak
 from solvers.model.schedule import simulate
 
+pytestmark = pytest.mark.heavy
+
 VOCABULARY, WIDTH = 1000, 16
 FORMS: tuple[SplitForm, ...] = ("forward", "backward")
 ADD = torch.ops.aten.add.Tensor

@@ -17,7 +17,7 @@ from planner._torch.compat import graphs_are_off
 
 Train = Callable[[Callable[..., Any], nn.Module], None]
 
-pytestmark = pytest.mark.any_torch
+pytestmark = [pytest.mark.any_torch, pytest.mark.heavy]
 
 
 def plan_of(model: nn.Module, *args: Any, **options: Any) -> planner.Plan:

@@ -27,7 +27,7 @@ from tests.behaviour.bits.test_process_settings import (
 )
 from tests.side_by_side import layers
 
-pytestmark = pytest.mark.any_torch
+pytestmark = [pytest.mark.any_torch, pytest.mark.heavy]
 needs_graphs = pytest.mark.skipif(graphs_are_off() is not None, reason="graphs are off")
 
 

@@ -13,7 +13,7 @@ import planner
 from planner.verification.measure import measure_peak
 from tests.replay.test_replayed import _planned, _same
 
-pytestmark = pytest.mark.any_torch
+pytestmark = [pytest.mark.any_torch, pytest.mark.heavy]
 
 
 def _peak(model: nn.Module, *inputs: Any) -> int:

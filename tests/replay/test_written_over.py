@@ -17,7 +17,7 @@ from planner._torch.execution.written_over import WrittenOver, is_held_alone
 from planner.errors import FreedError
 from planner.verification.measure import measure_peak
 
-pytestmark = pytest.mark.any_torch
+pytestmark = [pytest.mark.any_torch, pytest.mark.heavy]
 aten = torch.ops.aten
 
 

@@ -19,6 +19,8 @@ from tests.planned import planned_gpt
 from tests.plans import MIB, layered_plan
 from tests.small import small_gpt
 
+pytestmark = pytest.mark.heavy
+
 
 def test_the_modules_that_two_plans_treat_differently_are_listed() -> None:
     few, more = layered_plan(kept_layers=1), layered_plan(kept_layers=3)
@@ -51,7 +53,6 @@ def test_diff_in_a_terminal(tmp_path: Path) -> None:
     assert "the same of every module" in same.stdout
 
 
-@pytest.mark.heavy
 def test_plans_of_different_models_say_so(tmp_path: Path) -> None:
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     layered_plan().save(paths[0])
@@ -69,7 +70,6 @@ def test_blocks_are_the_elements_of_the_outermost_lists() -> None:
     assert block_names(nn.Linear(2, 2)) == []
 
 
-@pytest.mark.heavy
 def test_what_is_predicted_is_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "RATIOS", (0.5,))
     model, args, kwargs = small_gpt()

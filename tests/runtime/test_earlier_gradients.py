@@ -16,6 +16,8 @@ from planner.runtime.install import installed_plan
 from planner.verification.measure import measure_peak
 from tests.side_by_side import Layers, layers, no_plan_warnings, plan_of
 
+pytestmark = pytest.mark.heavy
+
 TOLD = "were there already when the step began"
 
 
@@ -71,7 +73,6 @@ def _exchanged(model: nn.Module) -> None:
     layer.weight = nn.Parameter(layer.weight.detach().clone())
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("exchange", [_assigned, _exchanged])
 def test_parameters_that_are_exchanged_have_none_and_go(exchange: Callable[[nn.Module], None]) -> None:
     model, (x,), _ = layers()

@@ -18,6 +18,8 @@ from planner.verification.measure import measure_peak
 from tests.plans import layered_plan
 from tests.side_by_side import assert_same, assert_trains_alike, left_by, plan_of
 
+pytestmark = pytest.mark.heavy
+
 X = torch.linspace(-1, 1, 64 * 32).reshape(64, 32)
 
 
@@ -108,7 +110,6 @@ def measured_peak(model: nn.Module) -> int:
 
 
 @pytest.mark.graphs
-@pytest.mark.heavy
 @pytest.mark.parametrize("times", [1, 2])
 def test_executions_follow_programs_of_their_own(times: int) -> None:
     model = blocks(count=4 // times, times=times)
@@ -127,7 +128,6 @@ def test_executions_follow_programs_of_their_own(times: int) -> None:
     assert simulated(again).timeline.seconds == plan.predicted.seconds  # and the peak, or it is refused
 
 
-@pytest.mark.heavy
 def test_blocks_that_break_need_little_more_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = plan_of(blocks(), (X,))
     monkeypatch.setattr(torch._dynamo, "graph_break", lambda: None)
@@ -169,7 +169,6 @@ def test_files_of_a_release_without_executions_are_read() -> None:
 
 
 @pytest.mark.graphs
-@pytest.mark.heavy
 def test_fewer_executions_than_planned_are_silent_and_more_are_warned_of_and_exact() -> None:
     model = blocks(count=1, times=2)
     plan = plan_of(model, (X,), solver="checkpoint_all")
@@ -192,7 +191,6 @@ def test_fewer_executions_than_planned_are_silent_and_more_are_warned_of_and_exa
     assert_same(ours, left_by(blocks(count=1), run))
 
 
-@pytest.mark.heavy
 def test_other_shapes_follow_the_programs_too() -> None:
     model = blocks()
     plan = planner.plan(model, (X,), budget="75%", time_limit=2)
@@ -211,7 +209,6 @@ def test_other_shapes_follow_the_programs_too() -> None:
 
 
 @pytest.mark.graphs
-@pytest.mark.heavy
 @pytest.mark.parametrize(("where", "times"), [("here", 2), ("elsewhere", 1), ("in an older file", 2)])
 def test_what_is_captured_for_one_block_follows_the_plan_for_others_too(times: int, where: str) -> None:
     def built() -> nn.Module:
@@ -331,7 +328,6 @@ class PartedLayers(nn.Module):
 
 
 @pytest.mark.graphs
-@pytest.mark.heavy
 def test_graphs_of_views_run_in_the_order_of_the_forward() -> None:
     """What takes views at sizes that are numbers of data runs without the plan where these vary."""
     torch.manual_seed(0)

@@ -24,8 +24,9 @@ from tests.small import (
     logits_loss,
 )
 
+pytestmark = pytest.mark.heavy
 
-@pytest.mark.heavy
+
 def test_it_is_the_same_object_with_the_same_state() -> None:
     model, plan = gpt()[0], plan_for()
     keys, kind = list(model.state_dict()), type(model)
@@ -36,7 +37,6 @@ def test_it_is_the_same_object_with_the_same_state() -> None:
     assert installed_plan(model) is plan
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("encodings", ["auto", "none"])  # masks of dropout are kept as bits, or drawn again
 def test_the_plan_is_really_run(encodings: Encodings) -> None:
     model, args, kwargs = gpt()
@@ -62,7 +62,6 @@ def _gradients_only(model: nn.Module, args: tuple) -> torch.Tensor:  # type: ign
     return loss
 
 
-@pytest.mark.heavy
 def test_remove_undoes_apply() -> None:
     model, _, _ = apply_plan()
     assert planner.remove(model) is model
@@ -71,7 +70,6 @@ def test_remove_undoes_apply() -> None:
     assert planner.remove(model) is model  # nothing to remove is no error
 
 
-@pytest.mark.heavy
 def test_a_compiled_call_of_the_users_comes_back() -> None:
     model, plan = gpt()[0], plan_for()
     model.compile(backend="eager")
@@ -82,7 +80,6 @@ def test_a_compiled_call_of_the_users_comes_back() -> None:
     assert planner.remove(model)._compiled_call_impl is theirs
 
 
-@pytest.mark.heavy
 def test_eval_no_grad_and_inference_mode_run_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, _ = apply_plan()
     compiled: list[int] = []
@@ -99,7 +96,6 @@ def test_eval_no_grad_and_inference_mode_run_the_original(monkeypatch: pytest.Mo
     assert compiled
 
 
-@pytest.mark.heavy
 def test_copies_and_pickles_train_by_the_plan() -> None:
     model, args, plan = apply_plan(layers)
     expected = gradients_of(model, args)
@@ -161,7 +157,6 @@ def _clone(model: nn.Module) -> nn.Module:
     return clone
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize(("regions", "ran"), [(None, True), ("auto", False)])
 def test_clones_run_their_own_weights(ran: bool, regions: str | None) -> None:
     model, args, _ = layers()
@@ -177,7 +172,6 @@ def test_clones_run_their_own_weights(ran: bool, regions: str | None) -> None:
         model(*args).backward()
 
 
-@pytest.mark.heavy
 def test_copies_of_what_is_not_planned_are_not_either() -> None:
     model, args, plan = apply_plan(layers)
     planner.remove(model)
@@ -187,7 +181,6 @@ def test_copies_of_what_is_not_planned_are_not_either() -> None:
     assert installed_plan(pickle.loads(pickle.dumps(model))) is None
 
 
-@pytest.mark.heavy
 def test_a_model_is_unpickled_even_if_its_plan_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, _ = apply_plan(layers)
     expected = gradients_of(model, args)
@@ -199,7 +192,6 @@ def test_a_model_is_unpickled_even_if_its_plan_cannot_be_read(monkeypatch: pytes
     assert_equal(gradients_of(other, args), expected)
 
 
-@pytest.mark.heavy
 def test_planning_what_is_planned_gives_the_same_plan() -> None:
     model, args, plan = apply_plan(layers)
     again = planner.plan(model, args, budget="min", solver="sqrt_n")
@@ -207,7 +199,6 @@ def test_planning_what_is_planned_gives_the_same_plan() -> None:
     assert again.baseline.dynamic_peak_bytes == plan.baseline.dynamic_peak_bytes
 
 
-@pytest.mark.heavy
 def test_hooks_on_the_outside_run() -> None:
     model, args, _ = apply_plan()
     seen: list[str] = []
@@ -217,7 +208,6 @@ def test_hooks_on_the_outside_run() -> None:
     assert seen == ["before", "after"]
 
 
-@pytest.mark.heavy
 def test_another_batch_size_runs_the_same_plan() -> None:
     model, args, plan = apply_plan()
     smaller, larger = gpt(2)[1], gpt(8)[1]
@@ -234,7 +224,6 @@ def test_another_batch_size_runs_the_same_plan() -> None:
     assert_equal(gradients_of(model, args), gradients_of(reference, args))
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("other", "words"),
     [
@@ -254,7 +243,6 @@ def test_another_model_is_refused_and_left_alone(other, words: str) -> None:  # 
     assert not isinstance(wrong, nn.Module) or wrong._compiled_call_impl is None
 
 
-@pytest.mark.heavy
 def test_a_plan_applies_to_another_instance_and_from_a_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
     model, args, plan = apply_plan()
     plan.save(tmp_path / "plan.json")
@@ -265,7 +253,6 @@ def test_a_plan_applies_to_another_instance_and_from_a_file(tmp_path) -> None:  
     assert_equal(gradients_of(other, args), gradients_of(model, args))
 
 
-@pytest.mark.heavy
 def test_a_plan_made_in_another_process_applies(tmp_path) -> None:  # type: ignore[no-untyped-def]
     import subprocess
     import sys
@@ -286,7 +273,6 @@ def test_a_plan_made_in_another_process_applies(tmp_path) -> None:  # type: igno
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
 
 
-@pytest.mark.heavy
 def test_unused_outputs_leave_no_gradient_as_in_eager() -> None:
     model, args, kwargs = classifier()
     plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n", loss=logits_loss)
@@ -331,7 +317,6 @@ def test_a_path_that_was_not_planned_is_right_and_said() -> None:
 
 
 @pytest.mark.graphs
-@pytest.mark.heavy
 def test_two_graphs_run_by_their_plans() -> None:
     model, args, plan = apply_plan(graph_break_model)
     assert plan.coverage == "several-graphs"
@@ -341,7 +326,6 @@ def test_two_graphs_run_by_their_plans() -> None:
 
 
 @pytest.mark.graphs
-@pytest.mark.heavy
 def test_layers_of_the_same_code_with_a_graph_break_in_each() -> None:
     model, args, kwargs = layers_with_graph_breaks()
     plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
@@ -354,7 +338,6 @@ def test_layers_of_the_same_code_with_a_graph_break_in_each() -> None:
 
 
 @pytest.mark.graphs
-@pytest.mark.heavy
 def test_a_graph_without_anything_to_differentiate_is_no_surprise() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:

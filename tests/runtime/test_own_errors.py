@@ -25,6 +25,8 @@ from tests.side_by_side import (
     steps,
 )
 
+pytestmark = pytest.mark.heavy
+
 
 class Small(Layers):
     def __init__(self) -> None:
@@ -51,7 +53,6 @@ def test_planning_inside_a_profiler_says_what_it_did_not_measure() -> None:
     assert not any("could not be measured" in note for note in outside.notes)
 
 
-@pytest.mark.heavy
 def test_a_larger_shape_inside_a_profiler_trains_on() -> None:
     model, args, _ = layers(Small)
     twin = copy.deepcopy(model)
@@ -123,7 +124,6 @@ def test_a_step_outlives_an_error_of_dynamos(caplog: pytest.LogCaptureFixture) -
         model(*args).backward()
 
 
-@pytest.mark.heavy
 def test_what_is_meant_to_be_an_error_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, _ = layers(Small)
     plan = plan_of(model, args)

@@ -8,14 +8,13 @@ from solvers.programs import ilp
 from solvers.programs.lower_bound import lower_bound
 from tests.graphs import chain, random_dag, transformer, unet
 
-pytestmark = pytest.mark.usefixtures("no_hurry")
+pytestmark = [pytest.mark.usefixtures("no_hurry"), pytest.mark.heavy]
 
 GRAPHS = {"transformer": transformer(4), "unet": unet(4), "chain": chain(40), "dag": random_dag(11, 60)}
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize("fraction", [0.8, 0.6])
-@pytest.mark.heavy
 def test_never_slower_than_sqrt_n_and_never_below_the_bound(name: str, fraction: float) -> None:
     graph = GRAPHS[name]
     budget = int(fraction * simulate(graph, graph.base_schedule).peak_bytes)
@@ -28,7 +27,6 @@ def test_never_slower_than_sqrt_n_and_never_below_the_bound(name: str, fraction:
             assert lower_bound(graph, budget).seconds <= solution.seconds + 1e-6
 
 
-@pytest.mark.heavy
 def test_tight_intervals_beat_segments_by_far_on_a_transformer() -> None:
     graph = transformer(6)
     budget = int(0.6 * simulate(graph, graph.base_schedule).peak_bytes)
@@ -52,7 +50,6 @@ def assert_monotone(graph: Graph, budgets: list[int]) -> None:
     assert feasible
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("graph", [random_dag(2, 25)])
 def test_sweeps_are_monotone(graph: Graph) -> None:
     peak = simulate(graph, graph.base_schedule).peak_bytes
@@ -75,7 +72,6 @@ def test_known_schedules_are_candidates() -> None:
     assert again.seconds <= good.seconds
 
 
-@pytest.mark.heavy
 def test_a_budget_proven_infeasible_is_not_searched_for_long() -> None:
     graph = transformer(1)
     solution = portfolio.solve(graph, 1, time_limit=20)

@@ -21,7 +21,7 @@ from solvers.programs import exact_ilp, neighbourhood
 from solvers.programs.slots import VARIABLES_A_STEP, best_runs
 from tests.graphs import chain, graphs, random_dag
 
-pytestmark = pytest.mark.usefixtures("no_hurry")
+pytestmark = [pytest.mark.usefixtures("no_hurry"), pytest.mark.heavy]
 
 
 def searching(graph: Graph, budget: int, solver: str, constraints: Constraints = NO_CONSTRAINTS) -> Search:

@@ -16,10 +16,9 @@ from solvers.programs import exact_ilp, ilp, neighbourhood, row_generation
 from solvers.registry import SOLVERS
 from tests.graphs import graphs, random_dag, transformer
 
-pytestmark = pytest.mark.usefixtures("no_hurry")
+pytestmark = [pytest.mark.usefixtures("no_hurry"), pytest.mark.heavy]
 
 
-@pytest.mark.heavy
 def test_progress_only_advances() -> None:
     graph = transformer(3)
     reported: list[float] = []
@@ -29,7 +28,6 @@ def test_progress_only_advances() -> None:
     assert reported[-1] == 1.0
 
 
-@pytest.mark.heavy
 def test_a_large_random_graph_has_an_answer_within_its_time() -> None:
     graph = random_dag(1, 2000)
     budget = int(0.6 * simulate(graph, graph.base_schedule).peak_bytes)
@@ -42,7 +40,6 @@ def test_a_large_random_graph_has_an_answer_within_its_time() -> None:
 
 @settings(deadline=None, max_examples=10)
 @given(graphs(most=20), st.floats(0.1, 0.9))
-@pytest.mark.heavy
 def test_the_least_peak_reported_can_be_had(graph: Graph, fraction: float) -> None:
     budget = int(fraction * simulate(graph, graph.base_schedule).peak_bytes)
     solution = portfolio.solve(graph, budget, time_limit=5)
@@ -79,7 +76,6 @@ def test_no_time_at_all_gives_a_typed_answer(solver: str) -> None:
         assert solution.bound_seconds <= solution.seconds
 
 
-@pytest.mark.heavy
 def test_a_stage_that_takes_too_long_does_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(search: Search, *_: object, **__: object) -> bool:
         search.stage_end = search.elapsed - 1
@@ -95,7 +91,6 @@ def test_a_stage_that_takes_too_long_does_not_end_the_search(monkeypatch: pytest
     assert again.seconds <= 1.05 * found.seconds
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("share", [None, 0.5, 0.7])
 def test_what_is_found_fast_is_hardly_worse(share: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Than the best but for the search part by part, which is what the best takes its time for."""
@@ -145,7 +140,6 @@ def test_what_is_far_behind_another_form_is_not_given_the_slow_solvers(
     assert slow == ["programs", "parts"]
 
 
-@pytest.mark.heavy
 def test_a_budget_that_is_nearly_met_is_tried_with_the_best_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = random_dag(5, 22)
     least = portfolio.solve(graph, None, effort="best").peak_bytes

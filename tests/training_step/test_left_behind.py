@@ -18,6 +18,8 @@ import planner
 from planner import heap
 from planner.training_step import left_behind
 
+pytestmark = pytest.mark.heavy
+
 LIBRARY = """
 import functools
 import torch
@@ -171,7 +173,6 @@ def test_caches_of_other_files_hold_tensors_with_data(library: ModuleType, name:
     assert torch.equal(make(8), WANTED[name])
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("by_us", [True, False], ids=["by planning around it", "by somebody else"])
 def test_caches_that_are_frozen_hold_tensors_with_data(
     library: ModuleType, by_us: bool, monkeypatch: pytest.MonkeyPatch
@@ -184,7 +185,6 @@ def test_caches_that_are_frozen_hold_tensors_with_data(
     assert torch.equal(library.positions(8), WANTED["positions"])
 
 
-@pytest.mark.heavy
 def test_an_object_and_a_nested_result_hold_tensors_with_data(library: ModuleType) -> None:
     planned_as_unplanned(Adding(lambda n: library.TABLES.get(n) + library.pair(n)[1]["ones"]))
     assert torch.equal(library.TABLES.get(8), torch.arange(8.0))

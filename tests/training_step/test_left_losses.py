@@ -12,6 +12,8 @@ import planner
 from planner.training_step.step import ModuleLosses
 from planner.verification.measure import measure_peak
 
+pytestmark = pytest.mark.heavy
+
 WIDTH = 32
 HEAVY = pytest.mark.heavy
 

@@ -27,6 +27,8 @@ from tests.side_by_side import (
     steps,
 )
 
+pytestmark = pytest.mark.heavy
+
 ALL = [f"layers.{i}" for i in range(4)]
 
 
@@ -193,7 +195,6 @@ def test_a_region_that_the_model_runs_again_after_it_was_planned() -> None:
     assert_same(ours, left_by(twin, loop))
 
 
-@pytest.mark.heavy
 def test_a_region_that_the_model_itself_runs_again_is_refused() -> None:
     model, args, _ = layers(Checkpointed)
     with pytest.raises(planner.CaptureError, match=r"torch\.utils\.checkpoint.*Plan without regions="):
@@ -202,7 +203,6 @@ def test_a_region_that_the_model_itself_runs_again_is_refused() -> None:
     assert plan_of(model, (args[0],)).coverage != "one-graph"
 
 
-@pytest.mark.heavy
 def test_more_layers_than_one_line_may_be_captured_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes on after each layer is captured by itself: of a loop over 64 layers Dynamo had enough."""
     monkeypatch.setitem(dynamo._DYNAMO_CONFIG, "recompile_limit", 4)
@@ -295,7 +295,6 @@ class Pyramid(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.heavy
 def test_regions_of_other_sizes_in_loops_follow_the_plan() -> None:
     """What a loop does between its regions is captured, in later steps too; each size as it was planned."""
     torch.manual_seed(0)

@@ -17,6 +17,8 @@ from planner.errors import CaptureError, PlanWarning
 from planner.estimation import comparison
 from planner.training_step.generators import GeneratorStates
 
+pytestmark = pytest.mark.heavy
+
 Tensor = torch.Tensor
 
 

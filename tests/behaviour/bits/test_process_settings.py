@@ -9,6 +9,8 @@ import torch
 from planner._torch.execution.settings import default_dtype
 from tests.side_by_side import Layers, assert_same, layers, left_by, peak_of, plan_of, steps
 
+pytestmark = pytest.mark.heavy
+
 
 class Noisy(Layers):
     """Makes tensors without naming their type, and makes them again in the backward."""

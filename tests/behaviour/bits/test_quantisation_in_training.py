@@ -18,7 +18,10 @@ from torch.ao.quantization.quantize_fx import prepare_qat_fx
 import planner
 from planner.verification.measure import measure_peak
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.heavy,
+]
 
 
 class _Classifier(nn.Module):

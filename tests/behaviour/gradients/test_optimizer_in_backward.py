@@ -17,6 +17,8 @@ import planner
 from planner.errors import PlanWarning
 from planner.hooks.arrival_order import ArrivalOrder
 
+pytestmark = pytest.mark.heavy
+
 LAYERS = ["0", "2", "4", "6"]
 OPTIMIZERS: dict[torch.Tensor, torch.optim.Optimizer] = {}
 STEPS = 0

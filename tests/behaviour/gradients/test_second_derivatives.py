@@ -10,6 +10,8 @@ import planner
 from planner.errors import PlanWarning
 from tests.side_by_side import assert_same, left_by, plan_of
 
+pytestmark = pytest.mark.heavy
+
 
 class Critic(nn.Module):
     """Smooth, without dropout."""

@@ -9,6 +9,8 @@ from torch import nn
 import planner
 from planner.runtime.install import installed_plan
 
+pytestmark = pytest.mark.heavy
+
 
 def _layers() -> nn.Sequential:
     torch.manual_seed(0)
@@ -57,7 +59,6 @@ def test_what_is_frozen_by_turns_is_not_planned_without_end(capsys: pytest.Captu
     assert "were frozen" not in capsys.readouterr().err
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("thaws", [True, False], ids=["thawed", "gradients are there"])
 def test_what_cannot_be_planned_again_trains_by_its_plan(thaws: bool) -> None:
     """A generator cannot be copied, and the module is copied to plan."""

@@ -11,6 +11,8 @@ import torch.nn as nn
 import planner
 from tests.side_by_side import Layers, assert_same, layers, left_by, plan_of, steps
 
+pytestmark = pytest.mark.heavy
+
 Exchange = Callable[[nn.Module], object]
 
 

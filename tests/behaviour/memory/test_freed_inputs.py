@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 import planner
 
+pytestmark = pytest.mark.heavy
+
 
 class Inverted(torch.autograd.Function):
     """Runs a layer; its input's storage is emptied, and filled by the layer's inverse."""

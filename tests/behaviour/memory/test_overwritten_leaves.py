@@ -7,6 +7,8 @@ from torch import Tensor, nn
 import planner
 from tests.side_by_side import Layers, assert_trains_alike, layers, no_plan_warnings, plan_of, steps
 
+pytestmark = pytest.mark.heavy
+
 
 class Clipped(Layers):
     """Clips a weight before it uses it, as critics do."""
@@ -45,7 +47,6 @@ class Filled(Layers):
         return (x + filled).square().mean()
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("build", [Clipped, Normalised])
 def test_the_peak_counts_no_gradient_of_what_is_written(build: type[Layers]) -> None:
     model, args, _ = layers(build)

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import planner
 
+pytestmark = pytest.mark.heavy
+
 
 class Streamed(nn.Module):
     """Multiplies by frozen weights that it copies from the host into a buffer that all layers share."""

@@ -8,6 +8,8 @@ import torch.nn as nn
 
 import planner
 
+pytestmark = pytest.mark.heavy
+
 
 class Residual(nn.Module):
     """Blocks of convolutions as in ResNet, the first with a convolution beside them."""

@@ -8,6 +8,8 @@ import torch
 from planner.verification.measure import measure_peak
 from tests.side_by_side import Layers, assert_same, exact_plan_of, left_by, no_plan_warnings
 
+pytestmark = pytest.mark.heavy
+
 
 class _Unused(Layers):
     """What is computed beside the view is what the part behind it computes, too."""

@@ -11,6 +11,8 @@ import transformers
 
 import planner
 
+pytestmark = pytest.mark.heavy
+
 Look = Callable[[torch.Tensor], torch.Tensor]
 VIEWS: dict[str, Look] = {
     "in other rows": lambda h: h.view(-1, 8),
@@ -47,7 +49,6 @@ def compared(model: nn.Module, x: torch.Tensor) -> tuple[bool, list[str]]:
     return report.ok, [str(w.message) for w in told if w.category is planner.PlanWarning]
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("name", VIEWS)
 def test_gradients_of_a_view_come_to_its_uses_one_by_one(name: str) -> None:
     torch.manual_seed(0)
@@ -56,7 +57,6 @@ def test_gradients_of_a_view_come_to_its_uses_one_by_one(name: str) -> None:
     assert not told
 
 
-@pytest.mark.heavy
 def test_other_uses_of_what_is_looked_at_come_in_their_order() -> None:
     torch.manual_seed(0)
     exact, told = compared(Experts(VIEWS["in other rows"], 2).train(), torch.randn(2, 64, 8))
@@ -185,7 +185,6 @@ def test_a_view_of_what_is_changed_in_place_is_exact_or_warned_of() -> None:
     assert exact or any("added up in another order" in text for text in told)
 
 
-@pytest.mark.heavy
 def test_a_mixture_of_experts_with_a_shared_one() -> None:
     torch.manual_seed(0)
     config = transformers.Qwen2MoeConfig(
@@ -222,7 +221,6 @@ class Halves(nn.Module):
         return joined.square().mean()
 
 
-@pytest.mark.heavy
 @pytest.mark.graphs
 def test_parts_that_are_handed_on_are_not_taken_for_their_gradients() -> None:
     model, x = Halves(given=True).train(), torch.randn(512, 8)

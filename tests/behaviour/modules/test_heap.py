@@ -25,6 +25,8 @@ from planner.problem.build import build_problem
 from planner.training_step.step import Step
 from tests.small import small_gpt
 
+pytestmark = pytest.mark.heavy
+
 
 class Ring:
     """Garbage once nothing else holds it: it holds itself."""

@@ -7,6 +7,8 @@ import torch.nn as nn
 import planner
 from planner.user_plan import Plan
 
+pytestmark = pytest.mark.heavy
+
 
 class FixedPoint(nn.Module):
     """A deep equilibrium model: iterates by Anderson's method without gradients, then once with them.

@@ -14,6 +14,8 @@ from planner.errors import PlanWarning
 from planner.verification.measure import measure_peak
 from tests.side_by_side import assert_same, assert_trains_alike, layers, left_by, no_plan_warnings, steps
 
+pytestmark = pytest.mark.heavy
+
 
 def _step(model: Any, x: torch.Tensor, beta: float | torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = model(x) * beta
@@ -29,7 +31,6 @@ def _annealed(step: Callable[..., torch.Tensor], kind: Callable[[float], Any]) -
     return loop
 
 
-@pytest.mark.heavy
 def test_a_number_that_changes_is_told_of_and_a_tensor_is_captured_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,6 +9,8 @@ import torch.nn as nn
 
 import planner
 
+pytestmark = pytest.mark.heavy
+
 
 class Checking(nn.Module):
     """Checks what its layers return."""

@@ -14,6 +14,8 @@ from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner.errors import PlanWarning
 from tests.side_by_side import assert_same, left_by, no_plan_warnings, plan_of, steps
 
+pytestmark = pytest.mark.heavy
+
 INPUT = (torch.randn(64, 16),)
 
 
@@ -113,7 +115,6 @@ def _interrupted(x: torch.Tensor) -> torch.Tensor:
     return y * x.sigmoid()
 
 
-@pytest.mark.heavy
 def test_parts_that_no_graph_covers_run_uncompiled_in_planned_steps_too() -> None:
     compiled: list[int] = []
 
@@ -146,7 +147,6 @@ class _Conditional(_Net):
         return x.square().mean()
 
 
-@pytest.mark.heavy
 def test_operators_of_higher_order_compile_as_they_do() -> None:
     model = _Conditional(torch.compile(_gated, backend="aot_eager"))
     with pytest.warns(PlanWarning, match="around _gated"):

@@ -14,6 +14,8 @@ from planner.errors import PlanWarning
 from tests.residual_block import Block
 from tests.side_by_side import assert_same, left_by, plan_of, steps
 
+pytestmark = pytest.mark.heavy
+
 
 def solved(a: torch.Tensor) -> torch.Tensor:
     return torch.linalg.solve(a, a)

@@ -19,6 +19,8 @@ from tests.side_by_side import (
     steps,
 )
 
+pytestmark = pytest.mark.heavy
+
 
 class Halves(Layers):
     """Makes what grows too large smaller."""

@@ -11,6 +11,8 @@ import planner
 from planner.errors import PlanWarning
 from tests.side_by_side import no_plan_warnings, peak_of
 
+pytestmark = pytest.mark.heavy
+
 ALL, SOME = torch.ones(1024, 1, dtype=torch.bool), (torch.arange(1024) > 9)[:, None]
 UNSEEN = "took a path that the plan has not seen"
 

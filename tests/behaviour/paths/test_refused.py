@@ -30,6 +30,8 @@ from tests.side_by_side import (
     steps,
 )
 
+pytestmark = pytest.mark.heavy
+
 # ---- marks for the compiler ---------------------------------------------------------------------------
 
 
@@ -89,7 +91,6 @@ class ChecksSomeParts(Layers):
 
 
 @pytest.mark.graphs
-@pytest.mark.heavy
 @pytest.mark.parametrize("kind", ["module", "function", "average"])
 def test_a_checkpoint_in_which_buffers_change_runs_as_written(kind: str) -> None:
     model, args, _ = layers(partial(ChecksSomeParts, kind))
@@ -213,7 +214,6 @@ class SparseBetween(Layers):
 
 
 @pytest.mark.graphs
-@pytest.mark.heavy
 def test_sparse_matrices_between_graphs_run_as_written() -> None:
     model, args, _ = layers(SparseBetween)
     plan = assert_trains_alike(model, args, steps(args), expected_runs=4)
@@ -289,7 +289,6 @@ class PartlyTheSame(Layers):
         return self.run(self.inside(self.run(x))).square().mean()
 
 
-@pytest.mark.heavy
 def test_what_cannot_be_traced_is_replayed_as_the_error_says() -> None:
     _CALLS.clear()
     model, args, _ = layers(PartlyTheSame)
