@@ -17,18 +17,22 @@ from planner.allocator.settings import LARGE_ROUNDING, MIN_LARGE_REQUEST, SMALL_
 _SETTINGS = AllocatorSettings()
 MOST_SEGMENTS = 6
 MOST_EVENTS = 1_000_000
-"""Allocations and frees that a search simulates. The try that reaches this number is the last."""
-THOROUGH_EVENTS = 5_000_000
+"""Allocations and frees that a search simulates, :data:`_TRY` more a try. The try that reaches this number is
+the last."""
+THOROUGH_EVENTS = 10_000_000
 """The same for a plan that is stored, as long as more than ``_FAR`` is lost."""
 _NEAR, _FAR = 1 / 500, 1 / 20
 """Shares of the most bytes in use. The search ends when less than ``_NEAR`` is lost, and once ``MOST_EVENTS``
 are simulated when less than ``_FAR`` is."""
 _PATIENCE = 60
-"""Tries that improve nothing before the search begins anew from other segments."""
+"""Tries that get no further before the search begins anew from other segments."""
+_TRY = 50
+"""What a try costs besides its events, as so many of them."""
 _SHARES = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, -0.01, -0.02, -0.03, -0.05, -0.1, -0.15, -0.2)
 """By which share of the most bytes in use a single segment is larger, for the first tries."""
-_BEGIN_WITHIN = 1.03
-"""A search that begins anew begins with segments that reserve at most this times the least bytes so far."""
+_LESS, _AFTER_SUCCESS, _AFTER_VAIN_TRIES = 0.005, 1.2, 0.9
+"""The share by which the next segments reserve less than the best, at first, and by what it is multiplied
+after segments with which the loop ends, and after tries in vain."""
 _BY_SIZE = 0.7
 """A block is drawn with a weight of its size to this power: the holes that matter lie between large ones."""
 
@@ -174,7 +178,9 @@ def find_arena(before: Sequence[Event], loop: Sequence[Event], most_events: int 
 
 
 class _Search:
-    """Tries one segment, then several, whose sizes it changes as long as no more is reserved than before.
+    """Tries one segment, then several. These reserve a little less than the best so far, and their sizes
+    change as long as the loop goes no less far without a further segment. If it goes through to its end,
+    they are the best, and the search goes on with a little less.
 
     Attributes:
         best: The best segments.
@@ -189,6 +195,7 @@ class _Search:
         self._beyond = most_events - MOST_EVENTS  # so many are left when MOST_EVENTS are simulated
         self.best: tuple[int, ...] = ()
         self.best_bytes = self.without_bytes = without.reserved_bytes
+        self._less = _LESS
         self._peak = most_in_use(loop)
         in_use = most_in_use([*before, *loop])
         self._near, self._far = (int(in_use * (1 + share)) + LARGE_ROUNDING for share in (_NEAR, _FAR))
@@ -198,43 +205,56 @@ class _Search:
 
     def run(self) -> None:
         """Search until as little is reserved as is in use, or all tries are spent."""
-        if self._peak < MIN_LARGE_REQUEST:
-            return  # less than any segment would be
+        if self._peak < MIN_LARGE_REQUEST or self.without_bytes == self._start.reserved_bytes:
+            return  # less than any segment would be, or no segment is needed
         for share in _SHARES:
             if self._done():
                 return
-            self._try(_segments([self._peak * (1 + share)]), self.best_bytes)
-        now, reserved, in_vain = tuple[int, ...](), 0, 0
+            self._reach(_segments([self._peak * (1 + share)]))
         while not self._done():
-            if not now or in_vain > _PATIENCE:
-                now, in_vain = self._some(), 0
-                found = self._try(now, int(self.best_bytes * _BEGIN_WITHIN))
-                if found is None:
-                    now = ()
-                    continue
-                reserved = found
-            changed = self._changed(now)
-            found = self._try(changed, reserved)
-            in_vain = 0 if found is not None and found < reserved else in_vain + 1
-            if found is not None:
-                now, reserved = changed, found
+            self._climb(self._some())
+            self._less *= _AFTER_VAIN_TRIES
+
+    def _climb(self, segments: tuple[int, ...]) -> None:
+        """Change segments, from these on, until :data:`_PATIENCE` tries got no further in the loop."""
+        now = self._with_less(segments)
+        most, in_vain = self._reach(now), 0
+        while in_vain <= _PATIENCE and not self._done():
+            if most > len(self._loop):
+                self._less *= _AFTER_SUCCESS
+                now = self._with_less(now)
+                most, in_vain = self._reach(now), 0
+            changed = self._with_less(self._changed(now))
+            events = self._reach(changed) if changed != now else 0
+            in_vain = 0 if events > most else in_vain + 1
+            if events >= most:
+                now, most = changed, events
+
+    def _with_less(self, segments: tuple[int, ...]) -> tuple[int, ...]:
+        """The segments with a largest one of such a size that they reserve the best's bytes less a share."""
+        there = self.best_bytes - self._start.reserved_bytes
+        units = min(int(there * (1 - self._less)), there - 1) // LARGE_ROUNDING
+        return _segments((*segments[:-1], units * LARGE_ROUNDING - sum(segments[:-1])))
 
     def _done(self) -> bool:
         enough = self._near if self._left > self._beyond else self._far
         return self._left <= 0 or self.best_bytes <= enough
 
-    def _try(self, segments: tuple[int, ...], most_bytes: int) -> int | None:
-        """The bytes that are reserved with these segments; None if they are more than `most_bytes`."""
+    def _reach(self, segments: tuple[int, ...]) -> int:
+        """The number of the loop's events until it needs a further segment; one more than it has if it needs
+        none. Then these segments are the best. 0 if they reserve no less than the best."""
         pool = self._start.copy()
         pool.reserve(segments)
-        self._left -= len(segments)
-        if pool.reserved_bytes <= most_bytes:
-            self._left -= pool.run(self._loop, most_bytes)
-        if pool.reserved_bytes > most_bytes:
-            return None
-        if pool.reserved_bytes < self.best_bytes:
-            self.best, self.best_bytes = segments, pool.reserved_bytes
-        return pool.reserved_bytes
+        reserved = pool.reserved_bytes
+        self._left -= _TRY
+        if reserved >= self.best_bytes:
+            return 0
+        events = pool.run(self._loop, reserved)
+        self._left -= events
+        if pool.reserved_bytes > reserved:
+            return events
+        self.best, self.best_bytes = segments, reserved
+        return events + 1
 
     def _some(self) -> tuple[int, ...]:
         """A few segments at random, which together hold about the most bytes in use. All but one have the

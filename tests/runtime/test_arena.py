@@ -131,7 +131,7 @@ def test_a_search_ends_after_so_many_events(most_events: int, far: float, times:
         patch.setattr("planner.allocator.arena._FAR", far)
         arena = find_arena([], events, most_events)
     assert arena.saved_bytes > 0
-    assert times * MOST_EVENTS <= simulated <= times * MOST_EVENTS + len(events)
+    assert 0.9 * times * MOST_EVENTS <= simulated <= times * MOST_EVENTS + len(events)  # what is left: tries
 
 
 def test_what_is_never_there_at_once_shares_a_segment() -> None:
