@@ -85,7 +85,7 @@ of [the frontiers](frontier.md) at full size in single precision. V100: PCI Expr
 way; H100: 5.0, 63 GB/s. *By hand* is what blocks recomputed whole take, the same with their inputs on the
 host, and everything on the host; beside it are plans within that peak, recomputing alone and with
 `offload="host"`, what no schedule within that peak undercuts, though it sends what the link carries (by the
-programs of `solvers/programs/lower_bound.py`; empty in rows that are older than these), and what the plans
+programs of `solvers/programs/lower_bound.py`; empty where they were not asked), and what the plans
 keep on the host. The last row has the least peaks of both.
 
 At the peak of recomputed blocks the transformers' extra time is at most half of that of recomputing alone,
