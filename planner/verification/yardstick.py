@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from planner.verification.outcomes import Name, Outcome, distance, same
 
 _ROUNDINGS = 8
 """Differences up to this many roundings of a tensor's largest element count as none."""
+_FEW = 64
+"""A tensor of fewer elements, such as a loss, may happen to be much nearer to the exact one than its step's
+precision is: its error counts as at least the least one, relative, of the tensors of more elements."""
 
 
 class Yardstick:
@@ -81,11 +85,28 @@ class Yardstick:
             distance(_wide(t), _wide(exact)) for t in (planned, value, self._inductor.tensors.get(name))
         )
         finite = [e for e in others if not math.isinf(e)]
-        largest = float(_wide(exact).abs().nan_to_num(0.0, 0.0, 0.0).max()) if exact.numel() else 0.0
+        largest = _largest(exact)
+        if exact.numel() < _FEW:
+            finite.append(self._least_error * largest)
         floor = _ROUNDINGS * torch.finfo(value.dtype).eps * largest
         # A value that is zero but for rounding, as the gradient of a bias of keys, may be any of that size.
         times = _ROUNDINGS if max(finite, default=0.0) > largest else self._times
         return error <= times * max(finite, default=0.0) + floor
+
+    @cached_property
+    def _least_error(self) -> float:
+        """The least error of an unplanned step's tensor of many elements, relative to its largest; 0 without
+        such a tensor."""
+        errors = list[float]()
+        for name, exact in self._exact.tensors.items():
+            if exact is not None and exact.numel() >= _FEW and (largest := _largest(exact)):
+                unplanned = (self._eager.tensors.get(name), self._inductor.tensors.get(name))
+                errors += [distance(_wide(t), _wide(exact)) / largest for t in unplanned]
+        return min((e for e in errors if 0.0 < e < math.inf), default=0.0)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(_wide(tensor).abs().nan_to_num(0.0, 0.0, 0.0).max()) if tensor.numel() else 0.0
 
 
 def _wide(tensor: torch.Tensor | None) -> Any:

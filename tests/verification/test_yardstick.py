@@ -37,6 +37,17 @@ def test_a_step_may_be_so_far_from_the_exact_one(
     assert _yardstick(exact, eager).holds("bias", torch.tensor([planned])) is near
 
 
+@pytest.mark.parametrize(("error", "near"), [(1e-3, True), (1e-7, False)])
+def test_a_loss_that_happens_to_be_exact_is_asked_no_more_than_gradients_are(
+    error: float, near: bool
+) -> None:
+    made, weight = _yardstick(1.0, 1.0), torch.rand(64, generator=torch.Generator().manual_seed(0))
+    made._exact.tensors["weight"] = weight.double()
+    made._eager.tensors["weight"] = made._inductor.tensors["weight"] = weight + error
+    assert made.holds("bias", torch.tensor([1.0 + 1e-3])) is near
+    assert not made.holds("bias", torch.tensor([1.01]))
+
+
 class Complex(torch.nn.Module):
     """Products of real and of complex numbers."""
 
