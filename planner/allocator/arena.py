@@ -5,6 +5,9 @@ If all requests are known beforehand, a few segments suffice that together are h
 bytes in use at once. To reserve one, a block of its size is allocated and freed before the first step: its
 segment stays reserved, and requests are cut out of it. The sizes are searched for by simulating the loop's
 large blocks. Blocks of at most 1 MiB lie in segments of 2 MiB of their own, with an arena as without.
+
+The numbers of the search were chosen by trying others on loops of BERT at the batches of
+`benchmarks/headlines.py`; what they reach is in `docs/results/headlines.md` and `docs/results/arena.md`.
 """
 
 import random
@@ -106,7 +109,7 @@ class LargePool:
         """Allocate and free, until more than `most_bytes` are reserved.
 
         Returns:
-            The number of events that were run.
+            The number of events that were run, the one that needed too much included.
         """
         free, sizes, begins, used = self._free, self._sizes, self._begins, self._used
         count = 0
@@ -126,7 +129,7 @@ class LargePool:
                         break
                     self._next += block + LARGE_ROUNDING  # a gap: segments are not joined
                     if number == _AT_ONCE:
-                        size = 0
+                        size = 0  # it is free again: all of the segment stays in the cache
                 rest = block - size
                 if rest > SMALL_SIZE:
                     begin = address + size
@@ -178,9 +181,9 @@ def find_arena(before: Sequence[Event], loop: Sequence[Event], most_events: int 
 
 
 class _Search:
-    """Tries one segment, then several. These reserve a little less than the best so far, and their sizes
-    change as long as the loop goes no less far without a further segment. If it goes through to its end,
-    they are the best, and the search goes on with a little less.
+    """Tries one segment, then several. These reserve a little less than the best so far. Their sizes
+    are changed at random; a change stays if the loop then runs no fewer events before it needs another
+    segment. Segments with which it ends are the new best, and the search goes on below them.
 
     Attributes:
         best: The best segments.
@@ -238,7 +241,8 @@ class _Search:
 
     def _done(self) -> bool:
         enough = self._near if self._left > self._beyond else self._far
-        return self._left <= 0 or self.best_bytes <= enough
+        least = self._start.reserved_bytes + MIN_LARGE_REQUEST  # no arena reserves less
+        return self._left <= 0 or self.best_bytes <= max(enough, least)
 
     def _reach(self, segments: tuple[int, ...]) -> int:
         """The number of the loop's events until it needs a further segment; one more than it has if it needs
@@ -274,7 +278,7 @@ class _Search:
 
     def _changed(self, segments: tuple[int, ...]) -> tuple[int, ...]:
         """The segments after a random change: one gets another size, is cut in two, or joined to another."""
-        draw, found = self._random, list[float](segments)
+        draw, found = self._random, list[float](segments or self._some())
         at, to, block = draw.randrange(len(found)), draw.randrange(len(found)), self._block()
         way = draw.choice(("size", "move", "move", "cut", "join"))
         if way == "move" and at != to:
@@ -299,7 +303,7 @@ def most_in_use(events: Iterable[Event]) -> int:
     for number, size in events:
         most = max(most, now + size)
         if number != _AT_ONCE:
-            now += size or -there.pop(number)
+            now += size or -there.pop(number, 0)  # blocks from before these events do not count
             there[number] = size
     return most
 

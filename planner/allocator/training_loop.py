@@ -28,8 +28,8 @@ class Allocations:
     Attributes:
         bytes: The size of each block, in the order of allocation.
         start: The operation that allocates each block.
-        end: The operation after which each block is freed. A block stays if that is no operation of the
-            sequence, but the number of operations or more.
+        end: The operation after which each block is freed, not before `start`. The number of operations, or
+            more, for a block that stays.
         workspace: For each operation the bytes that its kernel allocates and frees inside.
         names: For each block the name of its maker, to be shown; may be empty.
         backward_from: The first operation of the backward.
@@ -128,7 +128,7 @@ def reservation(loop: TrainingLoop, settings: AllocatorSettings | None = None) -
 def arena_of(loop: TrainingLoop, most_events: int = MOST_EVENTS) -> Arena:
     """Find the segments to reserve before a loop's first step, with the allocator's default settings; see
     :func:`planner.allocator.arena.find_arena`."""
-    before, after = Recorder(), Recorder()
+    before, after = Recorder(), Recorder()  # with the same numbers: nothing resident is freed
     for size in loop.resident:
         before.malloc(size)
     for _ in run(replace(loop, resident=(), arena=()), after):

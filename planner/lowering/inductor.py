@@ -74,8 +74,8 @@ def for_inductor(
     Args:
         module: A half of a :class:`planner.lowering.partition.Partition`, or another graph of operator calls.
         strides: Strides of its first inputs, where they differ from those that the graph was traced with.
-        in_order: Whether results are computed where the graph has them, if that frees more. Else Inductor
-            chooses.
+        in_order: Whether a result is computed at its place in the graph where that frees memory earlier; if
+            not, Inductor chooses the place of each.
         elsewhere: Whether tensors on the CPU stand for those of a GPU that is not here.
 
     Raises:

@@ -42,7 +42,7 @@ def chosen_lowering(
     """The lowering of a plan's backend.
 
     Args:
-        backend: "eager" for operators called one by one, "inductor" for Inductor's programs.
+        backend: "inductor" for Inductor's programs; operators are called one by one for all others.
         options: Options of Inductor.
         fusion: Which fusions Inductor may make.
     """

@@ -17,7 +17,7 @@ from planner.graph.sent import sent_node
 
 
 def node_to_send(joint: JointGraph, op: JointOp) -> Node:
-    """The node of what a plan keeps on the host of an operation's results.
+    """The node whose tensor is kept on the host, of an operation with a result that a plan keeps there.
 
     Raises:
         CaptureError: It cannot be kept there.

@@ -20,9 +20,10 @@ from planner.graph.passes.in_place_accumulation import leaves_as_view
 aten = torch.ops.aten
 
 _ALIASES = {aten.detach.default, aten.alias.default}
-_RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+_RESHAPES = {aten.view.default, aten._unsafe_view.default}
 _SAME_IF_SHAPE_IS = {*_RESHAPES, aten.expand.default, aten.slice.Tensor}
 _PERMUTATIONS = {aten.t.default, aten.transpose.int, aten.permute.default}
+_VIEWS = _ALIASES | _SAME_IF_SHAPE_IS | _PERMUTATIONS
 
 
 def simplify(graph: FxGraph, fixed_outputs: int | None = None) -> None:
@@ -31,8 +32,7 @@ def simplify(graph: FxGraph, fixed_outputs: int | None = None) -> None:
     Args:
         graph: A graph of operator calls whose nodes carry their values as ``meta["val"]``.
         fixed_outputs: How many outputs, from the first, must stay tensors of their own; the others are only
-            read.
-            None: all of them.
+            read. None: all must.
     """
     nodes: list[Node] = list(graph.nodes)
     output = nodes[-1]
@@ -57,9 +57,6 @@ def simplify(graph: FxGraph, fixed_outputs: int | None = None) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and node.target in _VIEWS:
             graph.erase_node(node)
-
-
-_VIEWS = {*_ALIASES, *_RESHAPES, *_SAME_IF_SHAPE_IS, *_PERMUTATIONS}
 
 
 def _simpler(graph: FxGraph, node: Node) -> Node | None:
@@ -103,7 +100,7 @@ def _reshape(graph: FxGraph, node: Node, source: Node) -> Node | None:
 
 
 def _strides_follow(node: Node, source: Node) -> bool:
-    """Whether a reshaped tensor has the same strides by whatever steps it is reshaped.
+    """Whether a reshape gives the same strides whether it is done in one step or in several.
 
     The strides of dimensions of one element depend on the steps, and are not always those found without data.
     """

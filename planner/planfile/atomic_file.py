@@ -24,8 +24,8 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
 def replace_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
     """Write a file, whole or not at all: other readers see the old content or the new.
 
-    What is written goes to a new file in the same directory, to disk, and then takes the name. A failure on
-    the way leaves what was there before, and no other file.
+    The content is written to a new file in the same directory, flushed to disk, and renamed to the path. A
+    failure on the way leaves what was there before, and no other file.
 
     Args:
         path: the file.
@@ -39,7 +39,7 @@ def replace_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO],
     # A link keeps pointing to the file that it points to.
     target = os.path.realpath(shown)
     directory, name = os.path.split(target)
-    temporary = os.path.join(directory, f".{name[:60]}.{secrets.token_hex(6)}.tmp")
+    temporary = os.path.join(directory, f".{name[:56]}.{secrets.token_hex(6)}.tmp")  # < 255 bytes
     try:
         try:
             with FILES:
@@ -57,7 +57,7 @@ def replace_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO],
 
 
 def check_folder(path: str | os.PathLike[str]) -> None:
-    """Find out before long work whether files could be written into a folder, and make it.
+    """Make a folder, and check before long work that files can be written into it.
 
     Raises:
         PlanFileError: it cannot be made, or takes no new file.
@@ -80,7 +80,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     if not shown:
         raise PlanFileError("the name of the file to write is empty")
     try:
-        if _is_of_others(shown):
+        if _is_link_of_others(shown):
             raise PlanFileError(
                 f"{shown}: cannot be written: it is a link that another user made, in a folder that is "
                 "open to all; write to another place"
@@ -103,8 +103,8 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise PlanFileError(f"{shown}: cannot be written: {reason(error)}") from error
 
 
-def _is_of_others(path: str) -> bool:
-    """Whether a link may be somebody else's trap, by the rule of Linux (``protected_symlinks``)."""
+def _is_link_of_others(path: str) -> bool:
+    """Whether a path is a link that Linux would not follow (``protected_symlinks``)."""
     if not os.path.islink(path) or not hasattr(os, "geteuid"):
         return False
     folder = os.stat(os.path.dirname(path) or ".")

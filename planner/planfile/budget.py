@@ -39,7 +39,8 @@ class Budget:
     max_overhead: float | None = None
     """The most extra time of a step that takes the least bytes: 0.33 is 33 %; None for whatever it takes."""
     relative: bool = False
-    """It is a share of what the unplanned step allocates, and bounds what is allocated."""
+    """Whether it bounds the bytes that are allocated, as a share of the unplanned step does, not all bytes
+    that the device must have."""
 
 
 def parse_budget(value: int | str, baseline_peak_bytes: int) -> Budget:
@@ -61,7 +62,8 @@ def parse_budget(value: int | str, baseline_peak_bytes: int) -> Budget:
     try:
         amount = operator.index(value)
     except TypeError:
-        hint = f'; write "{value:.0%}" for that share' if isinstance(value, float) and 0 < value < 1 else ""
+        is_share = isinstance(value, float) and 0 < value < 1
+        hint = f'; write "{100 * value:.6g}%" for that share' if is_share else ""
         raise BudgetError(f"budget {value!r} is a {type(value).__name__}: expected {_FORMS}{hint}") from None
     return Budget(_checked(Fraction(amount), repr(amount)), str(amount))
 

@@ -17,13 +17,14 @@ def state_digest(model: "nn.Module", floating: "torch.dtype | None" = None) -> s
 
     Args:
         model: The module.
-        floating: As if floating point numbers were of this type; None for those that they are of.
+        floating: The dtype that stands for that of each floating point tensor; None for its own.
 
     Returns:
-        a hexadecimal SHA-256 of 64 characters, the same for models that can load each other's state.
+        A hexadecimal SHA-256 of 64 characters; equal where all names, shapes and dtypes are.
     """
     lines = []
-    described: dict[tuple[tuple[int, ...], Any], str] = {}  # of thousands of entries few are unlike
+    # A line is json.dumps([name, shape, dtype]); its end is cached, as thousands of entries have few shapes.
+    described: dict[tuple[tuple[int, ...], Any], str] = {}
     for name, entry in sorted(model.state_dict().items()):
         try:
             of_type = floating if floating is not None and entry.is_floating_point() else entry.dtype

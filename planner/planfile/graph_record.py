@@ -101,16 +101,16 @@ class Program(Record):
     packed: Listed[Index] = Field(
         default=[],
         max_length=MOST_OPS,
-        description="ids of forward operations whose masks the forward keeps as bits, eight to a byte; where "
-        "`backward` names them, these are unpacked. With `target.offload` what these operations make is kept "
-        "on the host, and fetched there. And ids of ReLU's backwards: each reads the signs of its "
-        "result, which the forward keeps as bits",
+        description="ids of forward operations, and of backwards of ReLU. The forward keeps the masks of the "
+        "former as bits, eight to a byte, or with `target.offload` their results on the host; if `backward` "
+        "names them, they are unpacked or fetched. Of ReLU's result it keeps the signs, as bits that the "
+        "backward of ReLU reads",
     )
     completed: Listed[Index] = Field(
         default=[],
         max_length=MOST_OPS,
-        description="for each forward operation in `packed`, in order, the forward operation behind which "
-        "its result is on the host, or itself: right behind what writes it; empty where none is there",
+        description="for each forward operation in `packed`, in order: the operation by whose end its "
+        "result is on the host; itself: right after the last write to it; empty if nothing is on the host",
     )
     kept: Listed[Index] = Field(
         default=[],
@@ -129,7 +129,7 @@ class Program(Record):
         return f"<Program of {len(self.backward)} operations>"
 
     def completed_by(self, forward_length: int) -> dict[int, int]:
-        """The operation behind which each result is on the host that is kept there."""
+        """For each result that is kept on the host: the operation by whose end it is there."""
         sent = [op_id for op_id in self.packed if op_id < forward_length]
         return dict(zip(sent, self.completed, strict=False))
 
@@ -143,7 +143,10 @@ class Program(Record):
             for position, op_id in enumerate(getattr(self, name)):
                 if op_id >= forward_length and op_id not in readers:
                     other = ", nor the backward of ReLU" if name == "packed" else ""
-                    raise InconsistentError(f"operation {op_id} is not of the forward{other}", name, position)
+                    message = f"operation {op_id} is not a forward operation{other}"
+                    raise InconsistentError(message, name, position)
+        if len(set(self.packed)) < len(self.packed):
+            raise InconsistentError("an operation is named twice", "packed")
         sent = [op_id for op_id in self.packed if op_id < forward_length]
         if self.completed and len(self.completed) != len(sent):
             message = f"expected one for each of the {len(sent)} forward operations in packed"
@@ -151,7 +154,7 @@ class Program(Record):
         for position, (op_id, last) in enumerate(zip(sent, self.completed, strict=False)):
             if not op_id <= last < forward_length:
                 raise InconsistentError(
-                    f"operation {last} is not of the forward from {op_id} on", "completed", position
+                    f"operation {last} is not a forward operation from {op_id} on", "completed", position
                 )
         # No schedule runs the whole forward several times before each operation of the backward.
         again = len(self.backward) - (count - forward_length)
@@ -175,6 +178,9 @@ class Program(Record):
             awaited += 1
         if awaited < count:
             raise InconsistentError(f"backward operation {awaited} is never run", "backward")
+        if self.backward and self.backward[-1] < forward_length:
+            message = f"nothing reads what operation {self.backward[-1]} makes again at the end"
+            raise InconsistentError(message, "backward", len(self.backward) - 1)
 
 
 class ViewsRecord(Record):
@@ -203,8 +209,8 @@ class GraphRecord(Program):
     places: Listed[Index] = Field(
         default=[],
         max_length=MOST_OPS,
-        description="where it stands for some executions of another graph, of its structure and occurrence, "
-        "whose gradients lie otherwise than those of most: which of them these are",
+        description="empty for most. Else this record stands for some executions of the graph of the same "
+        "structure and occurrence, whose gradients have another memory layout: the numbers of these",
     )
     unused_outputs: Listed[Index] = Field(
         max_length=MOST_OPS, description="outputs of the module that get no gradient"

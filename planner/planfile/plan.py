@@ -77,6 +77,7 @@ Coverage = Literal["one-graph", "several-graphs", "partly-captured", "replayed"]
 SCHEMA_VERSION = 2
 LARGEST_FILE_BYTES = 512 * 2**20
 _MOST_RUN = 20_000_000
+"""Operations that the backwards of a step run, all executions together. Both bound what a hostile file takes."""
 
 
 class PlanRecord(Record):
@@ -89,8 +90,8 @@ class PlanRecord(Record):
     schema_version: Literal[2] = 2
     created_with: dict[Label, Label] = Field(max_length=100, description="versions of what made the plan")
     coverage: Coverage = Field(
-        description="how much of the forward is captured: by one graph, by several that are planned as "
-        "one step, or but for operations between graphs that run as written; replayed: no graph is captured"
+        description="one-graph: a graph holds all of the forward; several-graphs: several do, planned as one "
+        "step; partly-captured: operations between graphs run as written; replayed: no graph is captured"
     )
     model: ModelRecord
     target: Target
@@ -104,7 +105,7 @@ class PlanRecord(Record):
         description="the planned step with the optimizer's own, on the device; bounded by the budget",
     )
     baseline_whole_step: WholeStep | None = Field(
-        default=None, description="the same without a plan; percent budgets are of its total"
+        default=None, description="the same without a plan; percent budgets are of its allocated_bytes"
     )
     as_written: bool = Field(
         default=False,
@@ -119,8 +120,8 @@ class PlanRecord(Record):
     views: Listed[ViewsRecord] = Field(
         default=[],
         max_length=10_000,
-        description="graphs of which the step differentiates views of their inputs alone, and which compute "
-        "something else too, or are alike one with a schedule: there is none for them",
+        description="graphs without a schedule: only outputs that are views of inputs are differentiated. "
+        "Listed are those that compute something else too, or that have the structure of a graph in `graphs`",
     )
     fusion: Fusion = Field(
         default="in-order",
@@ -151,13 +152,13 @@ class PlanRecord(Record):
 
     @property
     def is_exact(self) -> bool:
-        """Whether gradients are those without the plan, bit for bit: neither does Inductor run it, nor is
-        anything computed in pieces."""
+        """Whether gradients equal those without the plan bit for bit: not by Inductor, and not in pieces."""
         return self.target.backend != "inductor" and not any(graph.split for graph in self.graphs)
 
     @property
     def recomputed_operations(self) -> int:
-        """How many operations of the forward the backward re-runs, in all executions of all graphs."""
+        """How many operations of the forward the backward re-runs, in all executions of all graphs. One that
+        is re-run several times counts once; what is unpacked or fetched does not count."""
         runs = [run for graph in self.graphs for run in graph.by_execution]
         return sum(len(set(run.recomputed).difference(run.packed)) for run in runs)
 
@@ -186,7 +187,7 @@ class PlanRecord(Record):
         # A record that was read from a file equals the plan that users made of it.
         if not isinstance(other, PlanRecord):
             return NotImplemented
-        return vars(self) == vars(other) and self._made_with == other._made_with
+        return vars(self) == vars(other)  # but for what they were made with
 
     def __hash__(self) -> int:
         return hash((self.model.state_digest, self.target.budget_text, self.predicted.peak_bytes))
@@ -236,7 +237,7 @@ class PlanRecord(Record):
         return self
 
     def _check_size(self) -> None:
-        """A small file says of many executions that they run much: what goes through them would not end."""
+        """Refuse a small file that lists so many long executions that going through them would never end."""
         ran = again = 0
         for index, graph in enumerate(self.graphs):
             lengths = [len(p.backward) for p in (graph, *graph.other_programs)]
@@ -315,13 +316,14 @@ class PlanRecord(Record):
             raise PlanFileError(f"{source}: it is UTF-16, expected UTF-8: save it as that, or plan again")
         text = text.removeprefix(b"\xef\xbb\xbf")  # the mark that editors put before UTF-8
         try:
+            # Infinities and NaNs are refused by the records, which name the field.
             data = from_json(text, allow_inf_nan=True, cache_strings="keys")
         except ValueError as error:
             raise PlanFileError(f"{source}: not valid JSON, or cut short: {error}") from None
         if not isinstance(data, dict):
             raise PlanFileError(f"{source}: a plan is a JSON object, this is {_json_type(data)}")
         version = data.get("schema_version")
-        if version != SCHEMA_VERSION or isinstance(version, bool):
+        if version != SCHEMA_VERSION:
             found = "missing" if version is None else f"{version!r:.40}"
             raise PlanFileError(f"{source}: schema_version: {found}, this release reads {SCHEMA_VERSION}")
         data.pop("untraced", None)  # earlier releases wrote it

@@ -8,19 +8,16 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from planner.planfile.schema import MOST_OPS, Count, InconsistentError, Index, Name, Record
+from planner.planfile.schema import MOST_OPS, InconsistentError, Listed, Name, Record
+from planner.planfile.step_record import MOST_READS, Counts, Indices
 
-_MOST = 2_000_000
-_MOST_READS = 20_000_000
-_Or = Annotated[int, Field(ge=-1, lt=MOST_OPS)]
-OrNone = Annotated[list[_Or], Field(max_length=_MOST_READS)]
-Counts = Annotated[list[Count], Field(max_length=_MOST)]
+OrNone = Annotated[Listed[Annotated[int, Field(ge=-1, lt=MOST_OPS)]], Field(max_length=MOST_READS)]
 
 
 class ReplayRecord(Record):
     """The calls of operators in the module's forward, views left out, and what autograd saves of them."""
 
-    operators: list[Name] = Field(max_length=_MOST, description="as in aten.addmm.default, by position")
+    operators: Listed[Name] = Field(max_length=MOST_OPS, description="as in aten.addmm.default, by position")
     ids: OrNone = Field(description="for each position the operation of the plan's graph; -1: none")
     operand_counts: Counts = Field(description="how many tensors each call is given")
     operands: OrNone = Field(description="the values that they lie in; -1: they were there before the step")
@@ -32,23 +29,16 @@ class ReplayRecord(Record):
         description="for each tensor that autograd saves, in order, its value, where it can be made again; "
         "-1: it is kept"
     )
-    begun: Counts = Field(description="for each of them how many calls of operators have begun by then")
+    begun: Counts = Field(description="for each entry of `saves`, how many calls have begun by then")
     saved_bytes: Counts = Field(
-        description="for each of them the bytes of its memory; 0: it was there before the step"
+        description="for each entry of `saves`, the bytes of its storage; 0: it was there before the step"
     )
-    grad_switches: list[Index] = Field(
-        max_length=_MOST,
+    grad_switches: Indices = Field(
         description="the calls, by position, where gradients are switched off and on, by turns",
     )
-    asked: list[Index] = Field(
-        max_length=_MOST, description="those of them that the backward asks for, in order"
-    )
-    entries: list[Index] = Field(
-        max_length=_MOST, description="for each of these the operation of the plan's graph behind it"
-    )
-    written_over: list[Index] = Field(
-        default=[], max_length=_MOST, description="those of them that the node writes its result over"
-    )
+    asked: Indices = Field(description="positions in `saves`, in the order in which the backward reads them")
+    entries: Indices = Field(description="for each of `asked`, the id of the graph's operation that reads it")
+    written_over: Indices = Field(default=[], description="those of `asked` that autograd's node writes over")
 
     def __repr__(self) -> str:
         return f"<ReplayRecord: {len(self.operators)} calls, {len(self.saves)} saved tensors>"
@@ -75,13 +65,13 @@ class ReplayRecord(Record):
         if len(set(made)) != len(made):
             raise InconsistentError("a value is made twice", "results")
         if sorted(self.begun) != self.begun:
-            raise InconsistentError("it falls somewhere, and calls only come", "begun")
+            raise InconsistentError("it must not decrease: it counts calls", "begun")
         switches = self.grad_switches
         if sorted(set(switches)) != switches or max(switches, default=-1) >= max(count, 1):
-            raise InconsistentError("they are no growing positions of calls", "grad_switches")
+            raise InconsistentError("expected ascending positions of calls", "grad_switches")
         largest = max(self.asked, default=-1)
         if largest >= len(self.saves):
             raise InconsistentError(f"{largest} is not below {len(self.saves)}", "asked")
         if not set(self.written_over) <= set(self.asked):
-            raise InconsistentError("nobody asks for one of them", "written_over")
+            raise InconsistentError("one of them is not in `asked`", "written_over")
         return self

@@ -12,14 +12,15 @@ if TYPE_CHECKING:
     import numpy as np
 
 BackendName = Literal["eager", "replay", "inductor", "cudagraphs"]
-"""What runs a plan: graphs, operator by operator; eager itself, of which operators are replayed; the programs
-that Inductor makes of the graphs; or graphs operator by operator, recorded as CUDA graphs."""
+"""What runs a plan, in this order: graphs, operator by operator; the module as written, with operators that
+run again in the backward; the programs that Inductor makes of the graphs; graphs operator by operator, but
+recorded as CUDA graphs."""
 
 BY_OPERATORS = ("eager", "cudagraphs")
 """The backends that run a graph's operators as eager does."""
 
-MOST_OPS = 2_000_000
-MOST_STEPS = 2_000_000
+MOST_OPS = MOST_STEPS = 2_000_000
+"""Operations of a graph, and rows of its schedule: bounds what it takes to read a hostile file."""
 _TIMELINE_POINTS = 600
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
@@ -126,8 +127,8 @@ class WholeStep(Record):
     arena: Listed[Count] = Field(
         default=[],
         max_length=100,
-        description="segments, ascending, that a planned module has the allocator reserve before its first "
-        "step, so that less is lost between blocks; empty: none",
+        description="bytes of the segments, each larger than the one before, that a planned module has the "
+        "allocator reserve before its first step, so that less is lost between blocks; empty: none",
     )
     unarranged_fragmentation_bytes: Count | None = Field(
         default=None, description="fragmentation_bytes without an arena"
@@ -135,7 +136,7 @@ class WholeStep(Record):
     expandable_fragmentation_bytes: Count | None = Field(
         default=None, description="the same with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     )
-    context_bytes: Count = Field(description="gone before the first tensor exists")
+    context_bytes: Count = Field(description="what the CUDA context takes before there is a tensor")
     host_bytes: Count = Field(default=0, description="results that are kept on the host, or the disk")
 
     @property
@@ -261,8 +262,8 @@ class Target(Record):
     device: Label
     inputs: InputsAre = Field(
         default="unchanged",
-        description="what happens to inputs, buffers and biases before the backward; overwritten: re-runs "
-        "read copies of them",
+        description="what happens before the backward to inputs, buffers and biases, which autograd may not "
+        "save; overwritten: re-runs read copies of them",
     )
     costs: Name = Field(description="where the seconds of operations come from")
     workspace: Name = Field(description="where the scratch bytes of operations come from")
@@ -308,8 +309,8 @@ class SolverRecord(Record):
     )
     bound_covers: BoundCovers = Field(
         default="every schedule",
-        description="which schedules the bound, the gap and the status speak of: all; those that keep masks "
-        "whole or make them again; or those that keep them whole or as bits",
+        description="which schedules the bound, the gap and the status hold for: all; those that keep masks "
+        "whole or recompute them; those that may also keep them as bits; those that keep nothing on the host",
     )
     solve_seconds: Seconds | None = Field(default=None, description="not written; in older files")
     capture_seconds: Seconds | None = Field(default=None, description="not written; in older files")

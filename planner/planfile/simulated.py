@@ -72,7 +72,8 @@ class SimulatedPlan:
         return None if budget is None else self.room(budget)
 
     def room(self, budget_bytes: int) -> int:
-        """The dynamic peak that a budget leaves to forward and backward."""
+        """The dynamic peak that a budget leaves to forward and backward if the allocator loses the same share
+        of the allocated bytes as with the stored schedule."""
         whole, resident = self.plan.whole_step, self.plan.resident.total
         if whole is None:
             return max(budget_bytes - resident, 0)

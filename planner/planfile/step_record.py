@@ -9,15 +9,15 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from planner.planfile.graph_record import OpRecord
-from planner.planfile.schema import Count, InconsistentError, Index, Listed, Name, Record, Seconds
+from planner.planfile.schema import MOST_OPS, Count, InconsistentError, Index, Listed, Name, Record, Seconds
 
-_MOST = 2_000_000
-_MOST_READS = 20_000_000
+MOST_READS = 20_000_000
+"""Ten for each of :data:`planner.planfile.schema.MOST_OPS`, which bounds what a hostile file takes."""
 
-Indices = Annotated[Listed[Index], Field(max_length=_MOST)]
-Counts = Annotated[Listed[Count], Field(max_length=_MOST)]
-Reads = Annotated[Listed[Index], Field(max_length=_MOST_READS)]
-OrNone = Annotated[Listed[Annotated[int, Field(ge=-1, lt=_MOST)]], Field(max_length=_MOST)]
+Indices = Annotated[Listed[Index], Field(max_length=MOST_OPS)]
+Counts = Annotated[Listed[Count], Field(max_length=MOST_OPS)]
+Reads = Annotated[Listed[Index], Field(max_length=MOST_READS)]
+OrNone = Annotated[Listed[Annotated[int, Field(ge=-1, lt=MOST_OPS)]], Field(max_length=MOST_OPS)]
 
 
 class StepRecord(Record):
@@ -32,7 +32,7 @@ class StepRecord(Record):
         description="for each operation which execution of its graph in the step it is of; empty: all "
         "of the first",
     )
-    outside: Annotated[Listed[OpRecord], Field(max_length=_MOST)] = Field(
+    outside: Annotated[Listed[OpRecord], Field(max_length=MOST_OPS)] = Field(
         description="operations that run outside captured graphs"
     )
     forward_length: Count = Field(description="how many of the operations are of the forward")
@@ -51,7 +51,7 @@ class StepRecord(Record):
     replay_made_counts: Counts = Field(description="how many values each of these forms makes")
     replay_makes: Indices = Field(description="the values that they make")
     replay_workspace_bytes: Counts = Field(description="what each of these forms allocates and frees inside")
-    replay_seconds: Annotated[Listed[Seconds], Field(max_length=_MOST)] = Field(
+    replay_seconds: Annotated[Listed[Seconds], Field(max_length=MOST_OPS)] = Field(
         default=[], description="the time of each of these forms; empty: as long as the operations take first"
     )
     left_bytes: Count = Field(
@@ -68,7 +68,7 @@ class StepRecord(Record):
         description="in a pipeline: values that go to the next stage, which every micro-batch holds until "
         "all have had their forward",
     )
-    lines: Annotated[Listed[Name], Field(max_length=_MOST)] = Field(
+    lines: Annotated[Listed[Name], Field(max_length=MOST_OPS)] = Field(
         description="lines of the model's code, as in net.py:12"
     )
     line_of: OrNone = Field(description="for each operation its line; -1: not known")
@@ -105,6 +105,8 @@ class StepRecord(Record):
             found = len(getattr(self, name))
             if found != expected:
                 raise InconsistentError(f"{found} entries where the others ask for {expected}", name)
+        if len(set(self.held)) < len(self.held):
+            raise InconsistentError("a value is named twice", "held")
         for name, below in (
             ("reads", values),
             ("on_demand", values),

@@ -68,9 +68,9 @@ def offered(prepared: Prepared, constraints: Constraints) -> PackedProblem | Non
     free = _free(prepared, constraints)
     least = _LEAST_SHARE if all(p.reader is not None for p in free) else _LEAST_MASKS
     sizes = (prepared.problem.graph.values[p.value].bytes for p in free)
-    if sum(sizes) < least * prepared.problem.eager.peak_bytes:
+    if sum(sizes) <= least * prepared.problem.eager.peak_bytes:
         return None
-    return packed(prepared.problem, free, if_unpacked=True) if free else None
+    return packed(prepared.problem, free, if_unpacked=True)
 
 
 def _free(prepared: Prepared, constraints: Constraints) -> list[Packing]:
@@ -87,10 +87,10 @@ def offers_to_send(
 ) -> list[PackedProblem]:
     """The problems in which results may be sent to the host; none without ``offload``.
 
-    In the first one all may be, and count the time that they take by themselves: it reaches the least peaks.
-    In the second those may be that alone connect what is before them with what is behind, as the inputs of
-    blocks, and the rest is made again from them. In the others these are what the link carries while the step
-    computes, so that compute waits little: those that take longest to make again for their bytes, and those
+    In the first, all may be sent, at the full time of their transfers: it reaches the least peaks. In the
+    second, only cut points may be sent, as the inputs of blocks; the rest is recomputed from them. In the
+    others, only as many as the link carries while the step computes, so that compute waits little: those
+    that take longest to recompute for their bytes, and those
     that the programs of the lower bound send, which weigh sending against what is made again within ``room``.
     A result that may be sent is not made again, nor are others of the same operation, which stay; where these
     are large, the first two problems make all of them again.
@@ -159,7 +159,8 @@ def followed(prepared: Prepared, offer: PackedProblem, solution: Solution) -> So
     problem, schedule = _followed(prepared.problem, prepared.packings, offer, solution.schedule)
     timeline = simulate(problem.graph, schedule)
     solution = replace(solution, schedule=schedule, peak_bytes=timeline.peak_bytes, seconds=timeline.seconds)
-    if any(packing.host_bytes for packing in offer.packings):  # what may be sent could be made again as well
+    if any(packing.host_bytes for packing in offer.packings):
+        # The offer's bound ignores schedules that recompute what it sends: only the base seconds bound all.
         status = Status.FEASIBLE if solution.feasible else solution.status
         bound = None if solution.bound_seconds is None else prepared.problem.graph.base_seconds
         return Solved(replace(solution, bound_seconds=bound, status=status), problem)

@@ -127,13 +127,13 @@ class PlanOptions:
             several micro-batches a step; None: as the parameters' are now.
         in_flight: For a stage of a pipeline (``torch.distributed.pipelining``): how many micro-batches have
             had their forward when the first backward begins: with GPipe all, with 1F1B as many as there are
-            stages from this one to the last. What one holds between its forward and its backward counts as
-            often. With ``accumulate=True`` others follow, a forward for each backward; else these are all.
+            stages from this one to the last. What one holds between its forward and its backward counts so
+            many times. With ``accumulate=True`` more micro-batches follow, one forward after each backward.
         costs: Where the seconds of operations come from: "roofline", from the device's figures; "measured",
             which times each distinct one on the device at hand and remembers it; or "auto", which measures
-            where the device is at hand and it takes seconds. Where several ranks train, "auto" is the
-            roofline, since each would measure, and plan, something else; so it is for the largest batch,
-            and for estimates.
+            where the device is at hand and timing takes seconds, not minutes. "auto" is the roofline where
+            several ranks train, since each would measure and plan something else, and for ``max_batch`` and
+            estimates.
         training: Whether the module will train in training mode, in which it is planned whatever mode it is
             in now; False for evaluation mode (dropout off, running statistics as they are).
         inputs: What happens to inputs, buffers and biases between forward and backward: "unchanged", then
@@ -169,7 +169,8 @@ class PlanOptions:
             nothing is. "min" is then the fastest plan that takes at most 2 % of the unplanned step's peak
             more than the least.
         solver: A name in ``solvers.SOLVERS``, or "auto" for the best that fits.
-        time_limit: Wall seconds for the solver; half as many more for masks as bits.
+        time_limit: Wall seconds for the solver. Half as many are added for masks as bits or for results on
+            the host (several times for "min"), and as many again for a GPU and a budget in bytes.
         keep: Never recompute what matches: module paths ("encoder.layer.0"), operators
             ("aten.native_layer_norm") or patterns of either ("encoder.layer.*.attention").
         recompute: Never keep what matches.
@@ -217,14 +218,8 @@ class PlanOptions:
         """The same, with nothing timed that was not asked for."""
         return replace(self, costs="roofline") if self.costs == "auto" else self
 
-    def __eq__(self, other: object) -> bool:
-        return other is None or isinstance(other, PlanOptions)
-
-    def __hash__(self) -> int:
-        return hash(PlanOptions)
-
-    def __reduce__(self) -> tuple[type["PlanOptions"], tuple[()]]:
-        return PlanOptions, ()
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # so a copy of a plan is as one from a file
 
 
 def read_options(of: str, known: type[Keywords], given: Mapping[str, Any], **others: Any) -> PlanOptions:
@@ -238,8 +233,9 @@ def read_options(of: str, known: type[Keywords], given: Mapping[str, Any], **oth
 
     Raises:
         OptionError: There is no such option, or it is of another kind.
-        OutputsError, InputsError: ``outputs`` or ``inputs`` is neither of the two.
-        OptimizerError: ``optimizer`` is none.
+        OutputsError, InputsError: ``outputs`` or ``inputs`` has neither of its two values.
+        ParallelError: ``parallel`` is no known strategy, or a value of it is out of range.
+        OptimizerError: ``optimizer`` is not an optimizer.
     """
     for name in given:
         if name not in known.__annotations__:
@@ -302,7 +298,12 @@ def shows_options(keywords: type[Keywords]) -> Callable[[_F], _F]:
         signature = inspect.signature(function)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         more = [
-            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
+            inspect.Parameter(
+                f.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=getattr(PlanOptions(), f.name),
+                annotation=f.type,
+            )
             for f in fields(PlanOptions)
             if f.name in names
         ]

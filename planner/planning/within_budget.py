@@ -40,7 +40,7 @@ def within_budget(
         budget_bytes: The budget of the whole step.
         total_bytes: Predicts the bytes of a schedule's whole step.
         solve: Finds a solution for a dynamic peak in bytes, within wall seconds.
-        time_limit: Wall seconds for all attempts. The least peak is tried in any case.
+        time_limit: Wall seconds for all attempts. If none fits, the least peak is still tried afterwards.
         too_slow: Whether a solution is too slow to be of use: one for less memory is no faster.
         enough: Whether a solution that fits is good enough to end the search.
 
@@ -54,7 +54,8 @@ def within_budget(
     bound = solution.bound_seconds  # of the largest allowance: it bounds all schedules that could fit
     fitting: Solution | None = None
     fitting_over = 0
-    lowest: int | None = None  # the largest allowance for which a schedule fits, or the least peak there is
+    # Allowances up to here need not be tried: one at least as large fits, or no schedule takes as little.
+    lowest: int | None = None
     room = solution.peak_bytes
     failing = list[tuple[int, int]]()  # peaks, and the allowances for which they were found
     least = solution, total_bytes(solution.schedule)
@@ -69,7 +70,7 @@ def within_budget(
             if enough(fitting):
                 break
         elif fitting is None and solution.feasible and too_slow(solution):
-            return solution
+            return solution.infeasible()
         if not solution.feasible:
             lowest = max(lowest or 0, solution.peak_bytes)
         elif over <= 0:
@@ -84,7 +85,7 @@ def within_budget(
             break
         if attempt == MOST_ATTEMPTS - 1 or time.perf_counter() > end:
             break
-        # Half of what is left: one that took all would leave nothing between it and the least peak.
+        # Half of the time that is left: a solver that used all of it would leave no further attempt.
         solution = solve(room, max((end - time.perf_counter()) / 2, 1.0))
     if fitting is None and lowest is None:
         solution = solve(0, max(end - time.perf_counter(), time_limit / 8, 1.0))
@@ -104,7 +105,10 @@ def _is_better(one: Solution, over: int, other: Solution, other_over: int) -> bo
 
 
 def _between(lowest: int, failing: Sequence[tuple[int, int]]) -> int | None:
-    """The middle of the lowest wide gap between the allowances that were tried."""
+    """The middle of the lowest gap wider than `_NEAR` in which a solver may find a schedule not yet seen.
+
+    Between the peak of a schedule and the allowance that it was found for, it would be found again.
+    """
     known = lowest
     for peak, room in sorted(failing):
         if peak - known > peak * _NEAR:

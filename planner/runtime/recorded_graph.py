@@ -11,7 +11,7 @@ at fixed addresses too, which the next step overwrites. So
 - gradients of parameters are handed out as they are, and no forward runs as recorded while anybody holds
   one. Other gradients are copied, and all are where the plan counts gradients that are there at entry.
 
-Whatever no rule allows runs as without a recording, operator by operator, which is always right, and says so.
+A step that no rule allows to run as recorded runs operator by operator, with a warning: that is always right.
 """
 
 from collections import Counter
@@ -98,8 +98,8 @@ class _Recording:
         handed: The values that autograd keeps for the backward: tensors that hold no memory, and for
             arguments of the forward, which are passed on themselves, their places.
         owned: The same values as tensors that hold their memory, until the backward is recorded.
-        gradients: Gradients in the pool that are handed out as they are, each with its count of references
-            before.
+        gradients: Gradients in the pool that are handed out without a copy, each with the number of
+            references to its storage before any was handed out.
     """
 
     where: object
@@ -144,7 +144,7 @@ class RecordedGraph:
         self._copies_gradients = copies_gradients
         self._recorder = make()
         self._said: set[str] = set()
-        self._off = self._warm = self._leaves = False
+        self._off = self._warm = self._to_forget = False
         self._recordings = 0
         self._constants: set[int] = set()  # addresses of the tensors that the functions themselves hold
         self._recording: _Recording | None = None
@@ -183,8 +183,8 @@ class RecordedGraph:
 
     def forget(self) -> None:
         """Free the recording, at once or after the backward that it awaits; later steps record anew."""
-        self._leaves = self._is_awaited()
-        if not self._leaves:
+        self._to_forget = self._is_awaited()
+        if not self._to_forget:
             self._recording, self._recorder, self._pending = None, self._make(), None
 
     def _look(self, module: GraphModule) -> None:
@@ -274,7 +274,7 @@ class RecordedGraph:
             self.stop("a result is no number and no plain tensor")
             return results
         outputs = {id(r): _address(r) for r in results[: self._outputs] if isinstance(r, Tensor)}
-        taken = list(outputs.values())
+        taken = [address for address in outputs.values() if address]  # 0: it has no elements
         if others.written():
             self.stop("it writes into an input")
         if inputs.intersection(taken) or len(set(taken)) < len(taken):
@@ -331,7 +331,7 @@ class RecordedGraph:
         args.clear()
         half.run()
         self._pending = None
-        if self._leaves:
+        if self._to_forget:
             self.forget()
         held = {id(gradient) for gradient, _ in recording.gradients}
         return [
@@ -382,7 +382,8 @@ class RecordedGraph:
     def _stay(self, recording: _Recording, results: Sequence[Any], inputs: Collection[int]) -> list[int]:
         """The gradients that are handed out as they are: of parameters that are passed once.
 
-        The engine adds others to the rest in place, which it cannot where a recording holds them.
+        Of a parameter that is passed several times, autograd adds the gradients up in place; memory that a
+        recording holds must not be written so.
         """
         given = recording.forward
         if self._copies_gradients or len(results) != len(given.static):

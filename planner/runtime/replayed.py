@@ -57,7 +57,8 @@ def _followers(
     others_came: Callable[[], bool],  # noqa: ARG001 - only compiled graphs ask
     paths: OtherPaths,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Functions that run a module by a plan, at the planned shape and at others: here the same one twice."""
+    """Functions that run a module by a plan: one for the planned shape, which also warns of larger saved
+    tensors, and one for other shapes."""
     loaded, warned, begun = LoadedProgram(program_of(plan)), False, 0
     planned = plan.target.parallel
     # Calls by hooks on these modules are not counted: fully_shard gathers and frees by such hooks.

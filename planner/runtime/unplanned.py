@@ -1,10 +1,9 @@
-"""A warning, once, where steps train a planned module without its plan.
+"""Warnings where steps train a planned module without its plan.
 
 A planned step pays nothing for it: hooks on parameters are removed at the first planned call, and hooks on
 outputs are put only on calls that run without the plan.
 """
 
-import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +14,6 @@ from torch.nn.parameter import is_lazy
 from planner._torch import autograd, modules
 from planner.errors import warn
 from planner.training_step.step import differentiable_outputs, find_loss
-
-logger = logging.getLogger(__name__)
 
 COMPILED_BEFORE = (
     "model.compile() was called before: the plan runs in place of the compiled module in training; the "

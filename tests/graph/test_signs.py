@@ -161,7 +161,7 @@ def test_the_plan_file_says_whose_signs_are_kept(plan: Plan, tmp_path: Path) -> 
     record = json.loads(plan.dumps())
     wrong = record["graphs"][0]["packed"][-1] + 1
     record["graphs"][0]["packed"][-1] = wrong
-    with pytest.raises(planner.PlanFileError, match=f"operation {wrong} is not of the forward, nor the"):
+    with pytest.raises(planner.PlanFileError, match=f"operation {wrong} is not a forward operation, nor the"):
         Plan.loads(json.dumps(record))
 
 

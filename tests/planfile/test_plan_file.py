@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import planner
 from planner.planfile.plan import PlanRecord, Timeline, plan_schema
+from planner.planning.options import PlanOptions
 from planner.user_plan import Plan
 from tests.plans import layered_plan
 
@@ -324,6 +325,7 @@ def test_a_plan_is_its_record_with_methods_and_is_pickled_by_its_public_name() -
     record = PlanRecord.loads(plan.dumps()).remember("options")
     assert Plan.of(record) == plan.remember("options")
     assert Plan.of(record).made_with == "options"
-    assert pickle.loads(pickle.dumps(plan)) == plan
+    again = pickle.loads(pickle.dumps(plan.remember(PlanOptions(outputs="held"))))
+    assert (again, again.made_with) == (plan, None)  # as one that was read from a file
     assert (Plan.__module__, Plan.__qualname__) == ("planner", "Plan")
     assert plan_schema()["title"] == "Plan"

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 import pytest
@@ -83,7 +83,9 @@ def test_an_option_is_declared_once_and_known_everywhere() -> None:
     assert set(PlanKeywords.__annotations__) == names
     assert {field.name for field in fields(StepOptions)} == set(StepKeywords.__annotations__) - {"training"}
     for function, known in ((planner.plan, names), (planner.sweep, set(StepKeywords.__annotations__))):
-        assert known <= set(inspect.signature(function).parameters)
+        shown = inspect.signature(function).parameters
+        assert known <= set(shown)
+        assert all(parameter.default is not MISSING for parameter in shown.values())
         for name in known:
             told = function.__doc__ or ""  # from which Python 3.13 takes the indentation away
             assert re.search(rf"^ +{name}: ", told, re.MULTILINE), f"{function.__name__}: {name}"

@@ -168,7 +168,7 @@ def test_the_plan_file_says_what_is_packed(plan: Plan, tmp_path: Path) -> None:
     assert {op.name for op in drawn} == {"planner.draw_mask.default"}
     record = json.loads(plan.dumps())
     record["graphs"][0]["packed"] = [len(record["graphs"][0]["ops"]) - 1]
-    with pytest.raises(planner.PlanFileError, match=r"packed\[0\]: operation \d+ is not of the forward"):
+    with pytest.raises(planner.PlanFileError, match=r"packed\[0\]: operation \d+ is not a forward operation"):
         Plan.loads(json.dumps(record))
     model, plain = blocks(), blocks()
     loaded.apply(model)

@@ -239,7 +239,7 @@ def test_where_nothing_fits_the_least_is_said() -> None:
 def test_what_is_too_slow_is_not_planned_for_less() -> None:
     reserves = {1000: 1080, 915: 1010, 900: 990, 500: 600}
     found, asked = searched(reserves, 1000, fast_from=950)
-    assert (found.peak_bytes, asked) == (915, [920])
+    assert (found.peak_bytes, found.feasible, asked) == (915, False, [920])
     assert searched(reserves, 1000, fast_from=1001)[1] == []
 
 

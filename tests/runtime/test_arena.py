@@ -24,6 +24,7 @@ from planner.allocator.arena import (
     most_in_use,
 )
 from planner.allocator.caching_allocator import CachingAllocator, SimulatedOutOfMemory
+from planner.allocator.recorded import RecordedRun, arena_of_run
 from planner.allocator.training_loop import arena_of, reservation, run
 from planner.costs.devices import find_device
 from planner.planning.options import PlanOptions
@@ -88,7 +89,7 @@ def test_no_sequence_reserves_more_with_an_arena() -> None:
         there = Recorder()
         for size in before:
             there.malloc(size)
-        arena = find_arena(there.events, recorded(loop).events, 400)
+        arena = find_arena(there.events, recorded(loop).events, 1000)
         without, with_ = (reserved(before, segments, loop) for segments in ((), arena.segments))
         assert with_ <= without
         assert without - with_ == arena.saved_bytes
@@ -132,6 +133,19 @@ def test_a_search_ends_after_so_many_events(most_events: int, far: float, times:
         arena = find_arena([], events, most_events)
     assert arena.saved_bytes > 0
     assert 0.9 * times * MOST_EVENTS <= simulated <= times * MOST_EVENTS + len(events)  # what is left: tries
+
+
+def test_segments_that_cannot_be_smaller_end_the_search() -> None:
+    before, live = [(n, 3 * MIB) for n in range(1, 6)], range(6, 10)
+    loop = [*((n, 5 * MIB // 2) for n in live), *((n, 0) for n in live)]
+    assert find_arena(before, loop).segments == (10 * MIB,)
+
+
+def test_what_a_recorded_run_frees_may_be_from_before() -> None:
+    before = ((0, 50 * MIB, 0), (1, 30 * MIB, 0))
+    events = (("free_completed", 0, 50 * MIB, 0), ("alloc", 2, 40 * MIB, 0), ("alloc", 3, 80 * MIB, 0))
+    events += (("free_completed", 3, 80 * MIB, 0), ("alloc", 4, 90 * MIB, 0))
+    assert arena_of_run(RecordedRun(0, before, events, 0)).segments == (90 * MIB,)
 
 
 def test_what_is_never_there_at_once_shares_a_segment() -> None:
