@@ -77,7 +77,8 @@ Coverage = Literal["one-graph", "several-graphs", "partly-captured", "replayed"]
 SCHEMA_VERSION = 2
 LARGEST_FILE_BYTES = 512 * 2**20
 _MOST_RUN = 20_000_000
-"""Operations that the backwards of a step run, all executions together. Both bound what a hostile file takes."""
+"""Operations that the backwards of a step run, all executions together. Both bound what a hostile file
+takes."""
 
 
 class PlanRecord(Record):

@@ -301,6 +301,11 @@ def test_saved_files_have_the_permissions_of_other_new_files(tmp_path: Path) -> 
     assert (tmp_path / "plan.json").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
+def test_a_name_may_be_as_long_as_file_systems_allow(tmp_path: Path) -> None:
+    PLAN.save(path := tmp_path / ("\N{MUSICAL SYMBOL G CLEF}" * 63))  # 252 bytes of 255
+    assert Plan.load(path) == PLAN
+
+
 @settings(deadline=None)
 @given(st.integers(1, 5000), st.floats(0, 1), st.integers(0, 2**32))
 def test_a_thinned_timeline_keeps_its_peak(length: int, forward_share: float, seed: int) -> None:
