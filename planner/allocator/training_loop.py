@@ -83,8 +83,8 @@ class TrainingLoop:
             parameters, buffers, gradients that are added to, inputs.
         step: Forward and backward. The blocks that they leave, gradients and outputs, are freed after the
             optimizer's step, as ``zero_grad()`` does.
-        libraries: Bytes of cuBLAS's workspaces. cuBLAS allocates one for each thread that calls it, and
-            keeps it: the first for the thread of the forward, the second for autograd's.
+        libraries: Bytes of cuBLAS's workspaces, two at most. cuBLAS allocates one for each thread that calls
+            it, and keeps it: the first for the thread of the forward, the second for autograd's.
         making: The optimizer's first step. The blocks that it leaves are its state, and stay.
         steady: Its later steps. The blocks that they leave are freed when they end.
         arena: Bytes of each segment that is reserved before the first step, ascending.
