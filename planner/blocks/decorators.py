@@ -137,7 +137,8 @@ def _wrapped(function: Callable[..., Any], kind: str, name: str | None, named: s
 def _change_module(module: torch.nn.Module, kind: str, name: str | None) -> None:
     # A partial: a copy or a pickle of the module gets its own, with the copy in place of the module.
     forward = functools.partial(_forward, module, (kind, name or ""))
-    if "forward" in vars(module) and not isinstance(module.forward, functools.partial):
+    own = vars(module).get("forward")
+    if own is not None and not (isinstance(own, functools.partial) and own.func is _forward):
         raise RecomputeError(
             f"{type(module).__name__} has a forward of its own, set on the module: decorate what it calls"
         )

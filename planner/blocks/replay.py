@@ -22,7 +22,13 @@ from planner._torch.tensors import writes
 from planner.blocks.running import switched, switched_off
 from planner.errors import InputsChanged, PlannerError
 from planner.training_step.generators import GeneratorStates, is_generator
-from planner.training_step.python_state import FUNCTIONS, PythonState, globals_named_in, referred
+from planner.training_step.python_state import (
+    FUNCTIONS,
+    PythonState,
+    globals_named_in,
+    is_of_users,
+    referred,
+)
 
 
 class RecomputeError(PlannerError, RuntimeError):
@@ -64,11 +70,15 @@ class _Run:
     ) -> None:
         self._function, self._name, self._known = function, name, known
         self._off, self._again = switched_off(), False
-        around = list(from_around(function))
         leaves = pytree.tree_leaves((args, kwargs))
+        objects = (x for x in leaves if not isinstance(x, torch.Tensor) and is_of_users(x))
+        around = list(from_around(function, *objects, objects=True))
         self._modules = list(dict.fromkeys(x for x in [*leaves, *around] if isinstance(x, torch.nn.Module)))
         self._around = [x for x in around if isinstance(x, torch.Tensor)]
-        self._key = self._modules[0] if self._modules else inner_function(function)
+        self._others = (function, args, kwargs, *around)
+        inner = inner_function(function)
+        own = inner if isinstance(inner, FUNCTIONS) else type(inner)  # others may have no hash
+        self._key = self._modules[0] if self._modules else own
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._again:
@@ -83,6 +93,12 @@ class _Run:
         around = [_Held(f"tensor {i} of an enclosing scope", x) for i, x in enumerate(self._around)]
         around += [_Held(f"parameter {n}", p) for m in self._modules for n, p in m.named_parameters()]
         parts = [part for module in self._modules for part in module.modules()]
+        around += [
+            _Held(f"attribute {name}", tensor)
+            for part in parts
+            for name, tensor in vars(part).items()
+            if isinstance(tensor, torch.Tensor)
+        ]
         buffers = [
             (part, name, _Held(f"buffer {name}", buffer, copied=True))
             for part in parts
@@ -94,13 +110,13 @@ class _Run:
         if learnt is None:
             for held in around[: len(self._around)]:
                 held.copy()
-        self._python = PythonState(self._modules)
+        self._python = PythonState(self._modules, self._others, objects=True)
         given = [x for x in pytree.tree_leaves((args, kwargs)) if is_generator(x)]
         self._generators = [*self._python.generators, *given]
         self._states = GeneratorStates.now(self._generators)
         result = self._function(*args, **kwargs)
         for held in around:
-            if held.written():
+            if held.written(guess=False):
                 raise RecomputeError(
                     f"the block {self._name} writes to {held.name}, which would happen once more when it is "
                     "recomputed: make it a buffer of a module, or leave that out of the block"
@@ -132,13 +148,19 @@ class _Run:
         if self._copies:
             instead = {id(held.tensor): held.again() for held in self._copies}
             args, kwargs = pytree.tree_map(lambda x: instead.get(id(x), x), (args, kwargs))
-        states, python = GeneratorStates.now(self._generators), PythonState(self._modules)
+        states, python = (
+            GeneratorStates.now(self._generators),
+            PythonState(self._modules, self._others, objects=True),
+        )
         try:
             self._states.restore()
             self._python.restore()
+            clones: dict[int, torch.Tensor] = {}  # modules may share a buffer
             for part, name, held in self._buffers:
                 assert held.saved is not None
-                part._buffers[name] = held.saved.clone()
+                if id(held.tensor) not in clones:
+                    clones[id(held.tensor)] = held.saved.clone()
+                part._buffers[name] = clones[id(held.tensor)]
             with switched(self._off):
                 return self._function(*args, **kwargs)
         finally:
@@ -173,7 +195,7 @@ class _Held:
         if self.tensor is not None:
             self.saved = self.tensor.detach().clone()
 
-    def written(self) -> bool:
+    def written(self, *, guess: bool = True) -> bool:
         """Whether it was written to. Where there is a copy, writes that no version counts are found too.
 
         Kernels write running statistics uncounted. Comparing would wait for a GPU, so there a small copy
@@ -183,11 +205,17 @@ class _Held:
             return False
         if writes(self.tensor) != self._writes:
             return True
-        if self.saved is None:
+        if (
+            self.saved is None
+            or self.saved.is_meta
+            or self.saved.is_nested
+            or self.saved.layout is not torch.strided
+        ):
             return False
-        if self.saved.device.type != "cpu" and self.saved.nbytes <= _SMALL_BYTES:
+        if guess and self.saved.device.type != "cpu" and self.saved.nbytes <= _SMALL_BYTES:
             return not self._needs_gradient
-        return not torch.equal(self.tensor.detach(), self.saved)
+        now, then = self.tensor.detach(), self.saved
+        return not bool(((now == then) | ((now != now) & (then != then))).all())
 
     def again(self) -> torch.Tensor:
         """The tensor as it was, for the block to write to; no leaf, as a leaf that trains refuses writes."""
@@ -211,28 +239,29 @@ def inner_function(function: Any) -> Any:
             return function
 
 
-def from_around(function: Any) -> Iterator[Any]:
-    """Tensors and modules that a function reads besides its arguments.
+def from_around(*functions: Any, objects: bool = False) -> Iterator[Any]:
+    """Tensors and modules that functions, and objects, read besides their arguments.
 
-    They come from closures, partials, methods, defaults and globals.
+    They come from closures, partials, methods, defaults, globals and attributes.
     """
     seen: set[int] = set()
-    pending = [function]
+    pending = list(functions)
     while pending:
         found = pending.pop()
         if id(found) in seen:
             continue
         seen.add(id(found))
-        if isinstance(found, torch.Tensor | torch.nn.Module):
+        if isinstance(found, torch.Tensor | torch.nn.Module) or is_generator(found):
             yield found
         elif isinstance(found, FUNCTIONS):
             pending += referred(found)
             if isinstance(found, types.FunctionType):
                 held = globals_named_in(found).values()
-                pending += [
-                    x for x in held if isinstance(x, torch.Tensor | torch.nn.Module | list | tuple | dict)
-                ]
+                kinds = (torch.Tensor, torch.nn.Module, list, tuple, dict)
+                pending += [x for x in held if isinstance(x, kinds) or is_generator(x)]
         elif isinstance(found, list | tuple):
             pending += found
         elif type(found) is dict:
             pending += found.values()
+        elif objects and is_of_users(found):
+            pending += vars(found).values()

@@ -9,6 +9,7 @@ import linecache
 import math
 import operator
 import re
+import weakref
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -70,6 +71,7 @@ def compile_graph(
     scope: dict[str, Any] = dict(constants)
     exec(compile(source, filename, "exec"), scope)
     function: BoxedFunction = scope[name]
+    weakref.finalize(function, linecache.cache.pop, filename, None)
     return function
 
 

@@ -75,14 +75,20 @@ class PythonState:
         self._pending[2].extend(others)
         self._visit_all()
         classes = dict.fromkeys(base for part in self.modules for base in type(part).__mro__)
-        if objects:
-            named = [v for kind in classes for f in _functions_of(kind) for v in globals_named_in(f).values()]
-            self._pending[1].extend(filter(_holds_stepping, named))
-            self._visit_all()
+        functions = _with_those_named([f for kind in classes for f in _functions_of(kind)])
+        own = [kind for kind in classes if not _is_library(kind)]
+        named = [v for f in functions for v in globals_named_in(f).values()]
+        self._pending[1].extend(v for v in named if is_generator(v) or (objects and _holds_stepping(v)))
+        kept = [*(vars(kind).values() for kind in own), *map(_defaults_of, functions)]
+        self._pending[1].extend(v for values in kept for v in values if type(v) in _IS_CONTAINER)
+        self._visit_all()
+        self._of_classes = [
+            (kind, name, v) for kind in own for name, v in vars(kind).items() if type(v) in (bool, int, float)
+        ]
         del self._pending, self._seen  # they would hold values that a step frees
         self._globals = [*variables] + [
             (space, name, space[name])
-            for space, name in (written for kind in classes for written in _written_by(kind))
+            for space, name in ((f.__globals__, name) for f in functions for name in written_by_function(f))
             if type(space.get(name, _MISSING)) in _IS_NOTHING
         ]
 
@@ -105,6 +111,9 @@ class PythonState:
                 array[...] = numbers
         for space, name, value in self._globals:
             space[name] = value
+        for kind, name, value in self._of_classes:
+            if vars(kind).get(name, _MISSING) is not value:
+                setattr(kind, name, value)
 
     def changed(self) -> bool:
         """Whether something of it is another object now than it was."""
@@ -194,7 +203,8 @@ class PythonState:
                 self._variables.append((cell, content))
                 if issubclass(type(content), torch.Tensor):
                     self.tensors.append(content)
-            self._pending[1].extend(v for v in globals_named_in(function).values() if _holds_stepping(v))
+            named = globals_named_in(function).values()
+            self._pending[1].extend(v for v in named if is_generator(v) or _holds_stepping(v))
         self._pending[1].extend(referred(function))
 
     def _note_hooks(self, part: nn.Module) -> None:
@@ -208,9 +218,23 @@ class PythonState:
                             self._pending[1].append(vars(held))
 
 
-def _written_by(kind: type) -> list[tuple[dict[str, Any], str]]:
-    """The global variables that methods of a class write to: for each its namespace and its name."""
-    return [(f.__globals__, name) for f in _functions_of(kind) for name in written_by_function(f)]
+def _with_those_named(functions: list[FunctionType]) -> list[FunctionType]:
+    """Functions, and those of users that they name as global variables, in turn."""
+    found, pending = dict.fromkeys(functions), list(functions)
+    while pending:
+        for named in globals_named_in(pending.pop()).values():
+            if (
+                isinstance(named, FunctionType)
+                and named not in found
+                and not is_of(named.__module__, *_NOT_OF_USERS)
+            ):
+                found[named] = None
+                pending.append(named)
+    return list(found)
+
+
+def _defaults_of(function: FunctionType) -> list[Any]:
+    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
 def _functions_of(kind: type) -> list[FunctionType]:
@@ -273,8 +297,10 @@ def put_back(container: Any, saved: Any) -> None:
     if _same(container, saved):
         return
     container.clear()
-    if isinstance(container, dict):
-        dict.update(container, saved)  # a Counter's own adds
+    if isinstance(container, Counter):
+        dict.update(container, saved)  # its own adds
+    elif isinstance(container, dict):
+        container.update(saved)  # dict's would leave an OrderedDict without its order
     else:
         (container.update if isinstance(container, set) else container.extend)(saved)
 

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import random
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -163,6 +164,134 @@ def test_random_numbers_of_all_generators_are_the_same() -> None:
 
     ours, theirs = _pair(lambda: Net(lambda: planner.recompute(Random())), lambda: Net(Random))
     assert_same(left_by(ours, loop), left_by(theirs, loop))
+
+
+NOISE = torch.Generator()
+
+
+class Count:
+    """A plain object that a forward changes."""
+
+    def __init__(self) -> None:
+        self.count, self.scale = 0, torch.ones(3)
+
+
+def _global_generator() -> tuple[Callable[..., torch.Tensor], list[Any]]:
+    NOISE.manual_seed(0)
+    return lambda x: (x * torch.rand(3, generator=NOISE)) ** 2, []
+
+
+def _own_generator() -> tuple[Callable[..., torch.Tensor], list[Any]]:
+    own, other = torch.Generator().manual_seed(0), random.Random(0)
+    return lambda x: (x * torch.rand(3, generator=own) * other.random()) ** 2, []
+
+
+def _lists_and_numbers() -> tuple[Callable[..., torch.Tensor], list[Any]]:
+    calls, number = list[int](), 0
+
+    def function(x: torch.Tensor, given: list[int], named: dict[str, int]) -> torch.Tensor:
+        nonlocal number
+        number += 1
+        calls.append(1)
+        given.append(1)
+        named["calls"] = named.get("calls", 0) + 1
+        return (x * (number + len(calls) + 2 * len(given) + 3 * named["calls"])) ** 2
+
+    return function, [[], {}]
+
+
+def _ordered() -> tuple[Callable[..., torch.Tensor], list[Any]]:
+    cache = OrderedDict({1: 1.0, 2: 2.0})
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        cache.move_to_end(1)
+        cache[len(cache) + 1] = 3.0
+        return (x * next(iter(cache.values())) * len(cache)) ** 2
+
+    return function, []
+
+
+def _object() -> tuple[Callable[..., torch.Tensor], list[Any]]:
+    def function(x: torch.Tensor, counted: Count) -> torch.Tensor:
+        counted.count += 1
+        return (x * counted.count * counted.scale) ** 2
+
+    return function, [Count()]
+
+
+@pytest.mark.parametrize("build", [_global_generator, _own_generator, _lists_and_numbers, _ordered, _object])
+def test_a_block_runs_again_in_the_state_of_its_run(build: Any) -> None:
+    gradients = []
+    for recompute in (False, True):
+        function, others = build()
+        x, block = torch.ones(3, requires_grad=True), planner.recompute(function)
+        for _ in range(2):
+            block(x, *others, _recompute=recompute).sum().backward()
+        gradients.append((x.grad, [vars(o).get("count") if isinstance(o, Count) else o for o in others]))
+    assert torch.equal(gradients[0][0], gradients[1][0])
+    assert gradients[0][1] == gradients[1][1]
+
+
+def test_buffers_that_two_modules_share_stay_shared() -> None:
+    class Writes(nn.Module):
+        def __init__(self, buffer: torch.Tensor) -> None:
+            super().__init__()
+            self.register_buffer("table", buffer)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.table += 1
+            return x
+
+    class Reads(Writes):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.table.clone()) ** 2
+
+    gradients = []
+    for recompute in (False, True):
+        table = torch.zeros(1)
+        block, x = (
+            planner.recompute(nn.Sequential(Writes(table), Reads(table))),
+            torch.ones(3, requires_grad=True),
+        )
+        block(x, _recompute=recompute).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+def test_tensors_of_objects_and_modules_are_watched() -> None:
+    counted, x = Count(), torch.ones(3, requires_grad=True)
+    loss = planner.recompute(lambda x, counted: (x * counted.scale) ** 2)(x, counted).sum()
+    counted.scale.mul_(10)
+    with pytest.raises(planner.InputsChanged):
+        loss.backward()
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.total = torch.zeros(1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.total += 1
+            return (x * self.total.clone()) ** 2
+
+    with pytest.raises(RecomputeError, match="attribute total"):
+        planner.recompute(Plain())(x)
+
+
+def test_tensors_around_a_block_may_be_of_all_kinds() -> None:
+    meta, table = torch.zeros(4, device="meta"), torch.tensor([1.0, float("nan")])
+    sparse, x = torch.eye(2).to_sparse(), torch.ones(2, requires_grad=True)
+    assert planner.recompute(lambda x: x + meta)(torch.zeros(4, device="meta")).shape == (4,)
+    planner.recompute(lambda x: x * table)(x).nansum().backward()
+    planner.recompute(lambda x, s: s @ x)(x, sparse).sum().backward()
+    assert x.grad is not None
+
+
+def test_a_forward_that_another_library_set_stays() -> None:
+    layer = nn.Linear(3, 3)
+    layer.forward = partial(lambda module, x: 2 * type(module).forward(module, x), layer)  # type: ignore[method-assign]
+    with pytest.raises(RecomputeError, match="has a forward of its own"):
+        planner.recompute(layer)
 
 
 def test_inputs_that_a_block_writes_to() -> None:

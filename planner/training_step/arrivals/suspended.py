@@ -21,21 +21,21 @@ def only_hooks_that_are_put_back(model: torch.nn.Module, *, none: bool = False) 
     """
     left_out: list[tuple[dict[int, Any], dict[int, Any]]] = []
     why: dict[str, str] = {}
-    for name, parameter in model.named_parameters():
-        hooks = hooks_after_accumulation(parameter)
-        for hook in hooks.values():
-            if (opaque := Reach(hook).opaque) is not None:
-                why.setdefault(f"{called(hook)}, which refers to {opaque}", name)
-        if hooks and (none or any(Reach(hook).opaque for hook in hooks.values())):
-            left_out.append((hooks, dict(hooks)))
-            hooks.clear()  # the very dictionary that autograd calls
-    for which, name in why.items():
-        warn(
-            f"verify does not run the hooks after accumulation on {name} ({which}), as it could not put "
-            "their changes back: gradients are compared and peaks are measured without them. To compare "
-            "weights too, run a few steps with and without the plan"
-        )
     try:
+        for name, parameter in model.named_parameters():
+            hooks = hooks_after_accumulation(parameter)
+            for hook in hooks.values():
+                if (opaque := Reach(hook).opaque) is not None:
+                    why.setdefault(f"{called(hook)}, which refers to {opaque}", name)
+            if hooks and (none or any(Reach(hook).opaque for hook in hooks.values())):
+                left_out.append((hooks, dict(hooks)))
+                hooks.clear()  # the very dictionary that autograd calls
+        for which, name in why.items():
+            warn(
+                f"verify does not run the hooks after accumulation on {name} ({which}), as it could not put "
+                "their changes back: gradients are compared and peaks are measured without them. To compare "
+                "weights too, run a few steps with and without the plan"
+            )
         yield
     finally:
         for hooks, before in left_out:
