@@ -152,7 +152,14 @@ class BatchSearch:
         if second == start:
             second = start // 2 if start > 1 else start + 1
         self.tell(f"batch {second}: capturing", 0.2)
-        self.steps.capture(second)
+        other = self.steps.capture(second)
+        resident = first.footprint.resident.total, other.footprint.resident.total
+        if first.unplanned_bytes == other.unplanned_bytes and resident[0] == resident[1]:
+            raise InputError(
+                f"the inputs of make_args({start}) and make_args({second}) take the same memory, and so do "
+                "their steps: make as many samples as the argument says, as in "
+                "lambda batch: (torch.empty(batch, 3, 224, 224),)"
+            )
 
     def _confirmed_unplanned(self) -> int | None:
         """The largest batch that fits unplanned, captured: between captures bytes may grow faster than the

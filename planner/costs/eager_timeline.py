@@ -160,16 +160,20 @@ def _live_bytes(length: int, start: Integers, end: Integers, sizes: Integers) ->
 def allocated_bytes(event: Event, recording: Recording, memory: OpMemory, device: Device) -> list[int]:
     """Bytes of the storages that an event allocates: measured ones, or else those of their shapes."""
     call = None if event.call is None else recording.calls[event.call]
-    sizes = real_sizes(call, memory, [recording.storages[s].bytes for s in event.allocates])
+    made = [recording.storages[s] for s in event.allocates]
+    sizes = real_sizes(call, memory, [s.bytes for s in made], grown=any(s.grown for s in made))
     return [round_bytes(device, size) for size in sizes]
 
 
-def real_sizes(call: Call | None, memory: OpMemory, sizes: list[int]) -> list[int]:
+def real_sizes(call: Call | None, memory: OpMemory, sizes: list[int], *, grown: bool = False) -> list[int]:
     """Measured sizes of an operation's outputs, if there are as many, else ``sizes``.
 
     Kernels may reserve more than the shapes say (recurrent layers' workspaces). Where data decide the sizes
-    and the operation was measured on other data, the step's own sizes count.
+    and the operation was measured on other data, the step's own sizes count. So they do where an output was
+    made larger afterwards (``resize_``, ``out=``): ``grown``.
     """
+    if grown:
+        return sizes
     if call is not None and operators.sized_by_data(call.func) and told_sizes(call) is None:
         return sizes
     if call is not None and not any(sizes) and on_meta(call):

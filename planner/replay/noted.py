@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import enable_reentrant_dispatch
 
-from planner._torch.tensors import lazily, storage_number
+from planner._torch.tensors import is_wrapper, lazily, storage_number
 from planner.errors import InputsChanged
 from planner.graph.replay.rng import generator_state
 from planner.replay.calls import operands_of
@@ -56,6 +56,8 @@ class Held:
                 self.owner, self.tensor = base, tensor.detach()
             else:
                 self.owner = self.tensor = alias(tensor)
+        elif not is_wrapper(type(tensor)):
+            self.tensor = alias(tensor)  # keeps its memory where the tensor is given other (``p.data = q``)
 
     def read(self) -> torch.Tensor:
         """The tensor, if it is as it was in the forward, and has memory."""

@@ -372,7 +372,8 @@ class _Builder:
                     self.number_bytes[self._ids[row.event]] = numbers
             key = call, tuple(values[v].bytes for v in row.values)
             if row.values and key not in known:
-                known[key] = real_sizes(calls[call], memories[call], list(key[1]))
+                grown = any(self.storages[s].grown for s in self.events[row.event].allocates)
+                known[key] = real_sizes(calls[call], memories[call], list(key[1]), grown=grown)
             for value, size in zip(row.values, known.get(key, ()), strict=bool(row.values)):
                 values[value] = values[value]._replace(bytes=size)
         base = [row.op for row in self.rows]

@@ -86,11 +86,16 @@ def check_model(model: object) -> torch.nn.Module:
     """Check that a model is an ``nn.Module``, and return it.
 
     Raises:
-        InputError: It is none, or its ``__init__`` did not call that of ``nn.Module``.
+        InputError: It is none, is a trace of one, or its ``__init__`` did not call that of ``nn.Module``.
     """
     if isinstance(model, torch.nn.Module):
         if "_parameters" not in vars(model):
             name = type(model).__name__
+            if isinstance(model, torch.jit.ScriptModule):
+                raise InputError(
+                    f"the model is a {name}, which torch.jit made: plan the module that it was made of, or "
+                    "one that calls it"
+                )
             raise InputError(f"the {name} is not ready: its __init__ has to call super().__init__() first")
         return model
     if isinstance(model, type):

@@ -56,11 +56,13 @@ class Storage:
         bytes: Its size.
         died_after: Index of the event after which nothing held it; None while it lives.
         kind: The kind of device that it is on.
+        grown: Whether a later operator made it larger than the one that allocated it.
     """
 
     bytes: int
     died_after: int | None = None
     kind: str = "cpu"
+    grown: bool = False
 
 
 class Event(NamedTuple):
@@ -362,7 +364,8 @@ class StepRecorder(autograd.InfrastructureMode):
         for tensor in written:
             if (number := self.index_of(tensor)) >= 0:
                 storage = self.recording.storages[number]
-                storage.bytes = max(storage.bytes, stored_bytes(tensor))
+                if (size := stored_bytes(tensor)) > storage.bytes:
+                    storage.bytes, storage.grown = size, True
 
     def _append(
         self,

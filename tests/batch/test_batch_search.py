@@ -141,6 +141,11 @@ def test_arguments_that_are_none_are_refused() -> None:
         planner.max_batch(small_gpt(layers=1)[0], lambda batch: batch, "8MiB")
 
 
+def test_inputs_that_are_the_same_for_each_batch_are_refused() -> None:
+    with pytest.raises(InputError, match=r"make_args\(4\) and make_args\(\d+\) take the same memory"):
+        planner.max_batch(torch.nn.Linear(8, 8), lambda _batch: torch.ones(4, 8), "8MiB")
+
+
 def test_what_does_not_depend_on_the_batch_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

@@ -157,3 +157,21 @@ def test_steps_that_give_tensors_other_memory_are_planned(model: Any) -> None:
             # The planned step of a flow sets it up; the others take another path, which is told.
             warnings.simplefilter("ignore" if model is Flow else "error", planner.PlanWarning)
             assert same(step(planned, x), step(plain, x))
+
+
+@pytest.mark.parametrize("backend", ["replay", "graph"])
+def test_a_loop_may_give_weights_other_memory_before_the_backward(backend: Any) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3)]
+    planned, x = nn.Sequential(*layers), torch.randn(64, 8)
+    plain = copy.deepcopy(planned)
+    plan = planner.plan(planned, (x,), budget="min", backend=backend, solver="sqrt_n")
+    assert plan.recomputed_operations
+    plan.apply(planned)
+    for model in (planned, plain):
+        loss = model(x).square().mean()
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.9
+        loss.backward()
+    gradients = ([p.grad for p in model.parameters()] for model in (planned, plain))
+    assert same(*gradients)

@@ -5,6 +5,7 @@ import torch
 import torch.nn as nn
 
 import planner
+from planner.training_step.inputs import InputError
 from tests.side_by_side import assert_same, left_by, no_plan_warnings
 
 
@@ -49,3 +50,9 @@ def test_the_step_is_planned(build: type[nn.Module]) -> None:
             assert_same(ours, left_by(twin, lambda module: module(x).backward()))
             model.zero_grad()
             twin.zero_grad()
+
+
+def test_a_traced_module_itself_is_refused_by_its_name() -> None:
+    traced = torch.jit.trace(nn.Linear(8, 8), torch.ones(2, 8))
+    with pytest.raises(InputError, match=r"which torch\.jit made: plan the module"):
+        planner.plan(traced, (torch.ones(2, 8),), budget="min")
