@@ -1,5 +1,6 @@
 """Generated code: it computes what the graph does, and frees what it no longer needs."""
 
+import linecache
 import operator
 import weakref
 from typing import Any
@@ -97,6 +98,19 @@ def test_a_failure_shows_the_generated_line() -> None:
 
 
 @pytest.mark.heavy
+def test_a_program_that_is_gone_leaves_no_source() -> None:
+    graph = torch.fx.Graph()
+    graph.output((graph.placeholder("x"),))
+
+    def sources() -> list[str]:
+        return [name for name in linecache.cache if name.startswith("<planner gone")]
+
+    function = compile_graph(torch.fx.GraphModule({}, graph), "gone")
+    assert len(sources()) == 1
+    del function
+    assert not sources()
+
+
 def test_the_programs_of_a_plan_have_no_superfluous_views(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: dict[str, torch.fx.Graph] = {}
 

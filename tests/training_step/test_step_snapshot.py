@@ -1,8 +1,10 @@
 """Everything that a step changes is put back: by planning, verify, compare, and before a step runs again."""
 
 import functools
+import os
 import random
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from torch import nn
 import planner
 from planner.errors import CaptureError, PlanWarning
 from planner.estimation import comparison
+from planner.training_step.arrivals.suspended import only_hooks_that_are_put_back
 from planner.training_step.generators import GeneratorStates
 
 pytestmark = pytest.mark.heavy
@@ -228,6 +231,65 @@ def test_compare_draws_nothing_and_leaves_what_a_loss_refers_to(monkeypatch: pyt
     assert random.getstate() == python
     assert head.weight.grad is None
     assert not head.running_mean.any()
+
+
+GENERATOR, NUMBERS, CALLS = torch.Generator().manual_seed(0), random.Random(0), 0
+
+
+def _helper(x: torch.Tensor) -> torch.Tensor:
+    """A global function that draws and counts."""
+    global CALLS
+    CALLS += 1
+    return x * torch.rand(x.shape, generator=GENERATOR) * NUMBERS.random()
+
+
+class Shares(nn.Module):
+    """Changes what all objects of its class share, in all the ways that there are."""
+
+    calls = 0
+    log: list[int] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+        self.cache = OrderedDict({1: 1, 2: 2})
+
+    def forward(self, x: torch.Tensor, seen: list[int] = []) -> torch.Tensor:  # noqa: B006
+        type(self).calls += 1
+        self.log.append(1)
+        seen.append(1)
+        self.cache.move_to_end(1)
+        self.cache[len(self.cache) + 1] = 0
+        return self.layers(_helper(x)).mean()
+
+
+def test_what_a_class_and_global_functions_have_is_as_it_was() -> None:
+    model, x = Shares(), torch.ones(64, 8)
+
+    def state() -> tuple[Any, ...]:
+        seen = list(Shares.forward.__defaults__[0])  # type: ignore[index]
+        shared = CALLS, Shares.calls, list(Shares.log), seen, list(model.cache)
+        return *shared, NUMBERS.getstate(), GENERATOR.get_state().tolist()
+
+    before = state()
+    plan = planner.plan(model, (x,), budget="min", backend="replay")
+    assert state() == before
+    report = planner.verify(model, (x,), plan=plan)
+    assert report.loss_equal
+    assert report.gradients_equal
+    assert state() == before
+
+
+def test_hooks_stay_where_a_warning_of_them_is_an_error() -> None:
+    layer = nn.Linear(2, 2)
+    with open(os.devnull, "w") as file:
+        layer.weight.register_post_accumulate_grad_hook(lambda p: file.write("x") and None)
+        suspended = only_hooks_that_are_put_back(layer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(PlanWarning, match="does not run the hooks"):
+                suspended.__enter__()
+    assert layer.weight._post_accumulate_grad_hooks
 
 
 def test_max_batch_draws_nothing() -> None:
