@@ -58,8 +58,8 @@ def select(
     again = [v for op in _matching(graph, recompute, "recompute", modules) for v in _results(graph.ops[op])]
     again += told_to_recompute(graph)
     overwritten, of_collectives = _overwritten(graph, kept), _of_collectives(graph)
-    kept += [v for v in of_collectives if v not in set(again)]
-    again += [v for v in overwritten if v not in set(of_collectives)]
+    kept += sorted(set(of_collectives).difference(again))
+    again += sorted(set(overwritten).difference(of_collectives))
     try:
         return Constraints(_marked(graph, kept), _marked(graph, again))
     except GraphError as error:
