@@ -32,8 +32,8 @@ WRITES_GRADIENTS_ITSELF = Change(
 )
 ABSENT_IS_ZERO = Change(
     "planner/hooks/undefined_gradients.py",
-    "        if absent:\n            self._next_call.absent = absent\n",
-    "        if absent == frozenset(self._tangents.values()):\n            self._next_call.absent = absent\n",
+    "absent or None",
+    "absent if absent == frozenset(self._tangents.values()) else None",
 )
 
 LOOPS = [
@@ -242,6 +242,11 @@ LOOPS = [
                 "planner/hooks/undefined_gradients.py",
                 'self._next_call.__dict__.pop("absent", None)',
                 'self._next_call.__dict__.get("absent", None)',
+            ),
+            Change(
+                "planner/hooks/undefined_gradients.py",
+                "        self._next_call.absent = absent or None",
+                "        if absent:\n            self._next_call.absent = absent",
             ),
         ),
         (

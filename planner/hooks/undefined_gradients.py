@@ -77,8 +77,7 @@ class UndefinedGradients(GraphHook):
 
     def _look(self, gradients: tuple[torch.Tensor | None, ...], inside: Sequence[tensors.HooksOn]) -> None:
         absent = frozenset(t for i, t in self._tangents.items() if gradients[i] is None)
-        if absent:
-            self._next_call.absent = absent
+        self._next_call.absent = absent or None  # over that of a backward that an error ended before it ran
         if absent or self._leaves_out:
             hooks = [found for one in inside if (found := one.there_now())]
             node = autograd.running_node()

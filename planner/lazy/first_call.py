@@ -86,7 +86,8 @@ class PlannedAtFirstCall(InstalledCall):
             output = self.run_original(*args, **kwargs)
             self._given_up = True  # only now: where the forward raises, the next batch may be a better one
             return output
-        planned.when_accumulating = self._plan_again
+        if self.wanted.options.accumulate is None:
+            planned.when_accumulating = self._plan_again
         self._watch(planned)
         try:
             return planned(*args, **kwargs)
@@ -94,13 +95,11 @@ class PlannedAtFirstCall(InstalledCall):
             _tell(made, LOSS_OUTSIDE if NO_LOSS in made.plan.notes else "")
 
     def _plan_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlanCall | None:
-        """Plan again, for gradients that are there when a step begins, unless ``accumulate=`` was given."""
-        if self.wanted.options.accumulate is not None:
-            return None
+        """Plan again, for gradients that are there when a step begins."""
         try:
             made, planned = self._plan(args, kwargs)
         except SkippedStep:
-            return None
+            raise  # asked again at the next step
         except CaptureError as error:
             _warn_of_old_plan(error)
             return None
@@ -132,7 +131,8 @@ class PlannedAtFirstCall(InstalledCall):
                 planned.when_changed = None  # not at every step
                 _warn_of_old_plan(error)
                 return None
-            replanned.when_accumulating = self._plan_again
+            if self.wanted.options.accumulate is None:
+                replanned.when_accumulating = self._plan_again
             self._watch(replanned)
             _tell(made, f"; planned again, as {reason}")
             return replanned

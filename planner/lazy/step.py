@@ -117,7 +117,7 @@ class PlannedStep:
         held, data, named = _split(args, kwargs)
         models = [model for value in held.values() for model in _models(value)]
         held = {place: without_wrappers(value) for place, value in held.items()}
-        key = tuple((place, tuple(map(id, _models(value)))) for place, value in held.items())
+        key = tuple((place, _identity(value)) for place, value in held.items())
         run = self._runs.get(key)
         if run is None:
             run = _made(function, held)
@@ -219,6 +219,15 @@ def _models(value: Any) -> list[torch.nn.Module]:
     if isinstance(parts, list | tuple) and parts and all(isinstance(x, torch.nn.Module) for x in parts):
         return list(parts)
     return []
+
+
+def _identity(value: Any) -> Any:
+    """What tells an argument made of models from others: which models, and how it holds them."""
+    if isinstance(value, torch.nn.Module):
+        return id(value)
+    if isinstance(value, Mapping):
+        return tuple((name, id(model)) for name, model in value.items())
+    return tuple(map(id, value))
 
 
 def _numbered(value: Any, numbers: Mapping[int, int]) -> Any:

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from planner._torch.tensors import held_tensors
 from planner.errors import warn
 from planner.planfile.budget import format_bytes
 from planner.planfile.plan import PlanRecord
-from planner.training_step.step import differentiable_outputs
+from planner.training_step.step import backward_begins_at
 
 
 class EarlierGradients:
@@ -74,7 +75,7 @@ class EarlierBytes:
 
     def watched(self, output: Any) -> Any:
         """The output of the forward, with hooks that ask when its backward begins."""
-        nodes = {tensor.grad_fn: None for tensor in differentiable_outputs(output)}
+        nodes = {tensor.grad_fn: None for tensor in backward_begins_at(output)}
         for node in nodes:
             if node is not None:
                 node.register_prehook(self._at_backward)
@@ -106,4 +107,5 @@ class EarlierBytes:
 
 
 def _bytes_of_gradients(model: torch.nn.Module) -> int:
-    return sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    there = (p.grad for p in model.parameters() if p.grad is not None)
+    return sum(held.nbytes for gradient in there for held in held_tensors(gradient))

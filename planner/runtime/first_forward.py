@@ -15,7 +15,7 @@ import torch
 from planner._torch import dynamo, modules
 from planner.heap import older_objects_set_aside
 from planner.planfile.plan import GraphRecord, PlanRecord
-from planner.training_step.step import differentiable_outputs
+from planner.training_step.step import backward_begins_at
 
 Compiled = Callable[..., Any]
 MOST_RETURNS = 8
@@ -192,7 +192,7 @@ class CapturedAgain:
     def _first(self, *args: Any) -> Any:
         with older_objects_set_aside():
             result = self._compiled(*args)
-        if self._path.is_empty and differentiable_outputs(result):
+        if self._path.is_empty and backward_begins_at(result):
             self._warn(
                 "nothing of the planned forward could be captured: the step runs without the plan. Dynamo "
                 "tells why (TORCH_LOGS=graph_breaks). It leaves alone modules that FullyShardedDataParallel "

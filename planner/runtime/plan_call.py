@@ -14,6 +14,7 @@ from planner._torch.tracing import recording
 from planner._torch.tracing.hindrances import END_IT, hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
 from planner.compiled.calls import Calls
+from planner.errors import SkippedStep
 from planner.planfile.plan import PlanRecord
 from planner.runtime.arena import Arena
 from planner.runtime.ddp import Ranks
@@ -40,7 +41,8 @@ class PlanCall(InstalledCall):
     Attributes:
         plan: The plan.
         on_new_shape, loss, arena, offload_folder: As :func:`planner.runtime.install.apply` was given them.
-        when_accumulating: Asked when a step begins with gradients from before, of a plan that counts none.
+        when_accumulating: Asked when a step begins with gradients from before, of a plan that counts none;
+            without it the user is warned. It may raise SkippedStep, and is asked again then.
         when_changed: Asked before every step, if parameters may grow or thaw.
     """
 
@@ -149,8 +151,12 @@ class PlanCall(InstalledCall):
         if self.when_accumulating is None:
             earlier_bytes = EarlierBytes(self.plan, self._model, self._forget_gradients)
             return lambda *a, **k: earlier_bytes.watched(self.run_planned(*a, **k))
-        self._earlier = None
-        return self.when_accumulating(args, kwargs)
+        try:
+            run = self.when_accumulating(args, kwargs)
+        except SkippedStep:
+            return None
+        self._forget_gradients()
+        return run
 
     # First: whose call is it? Then: is the plan for such a call? Then: can a plan be followed here? Last: is
     # another plan wanted? Each guard may rely on those before it.
@@ -176,7 +182,7 @@ class PlanCall(InstalledCall):
         return output
 
     def _forget_gradients(self) -> None:
-        """Watch for earlier gradients no more: the user was warned of them."""
+        """Watch for earlier gradients no more: the user was warned of them, or another plan counts them."""
         self._earlier = None
 
     def _begin(self) -> None:

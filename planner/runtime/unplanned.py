@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from planner._torch import autograd, modules
 from planner.errors import warn
-from planner.training_step.step import differentiable_outputs, find_loss
+from planner.training_step.step import backward_begins_at
 
 COMPILED_BEFORE = (
     "model.compile() was called before: the plan runs in place of the compiled module in training; the "
@@ -144,8 +144,7 @@ class Unplanned:
         """Warn if a call is trained that ran without the plan, as the module is in another mode."""
         if self._warned_of_mode:
             return
-        loss = find_loss(output)
-        for tensor in differentiable_outputs(output) or ([] if loss is None else [loss]):
+        for tensor in backward_begins_at(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._trained_in_other_mode)
 

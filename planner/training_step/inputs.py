@@ -251,9 +251,13 @@ def _kind(value: object) -> str:
 
 
 def names_of_parameters(function: Callable[..., Any]) -> list[str]:
-    """The parameters that may be given by position or by name."""
+    """The parameters that may be given by position; those that no name gives are called by their place."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return []
-    return [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    return [
+        f"args[{i}]" if p.kind is p.POSITIONAL_ONLY else p.name
+        for i, p in enumerate(parameters)
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]

@@ -253,6 +253,13 @@ def differentiable_outputs(output: Any) -> list[torch.Tensor]:
     return [t for t in tensors_in(output) if t.requires_grad]
 
 
+def backward_begins_at(output: Any) -> list[torch.Tensor]:
+    """The same, or the loss of an output that is an object with a ``loss``, which nothing takes apart."""
+    found = differentiable_outputs(output)
+    loss = None if found else find_loss(output)
+    return found if loss is None else [loss]
+
+
 def differentiates(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a parameter of a module, or an argument of its call, requires a gradient."""
     return any(t.requires_grad for t in module.parameters()) or any(

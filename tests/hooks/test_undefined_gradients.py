@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import planner
 from planner._torch import fake
+from planner.errors import FreedError
+from tests.small import both_loss, classifier
 
 CALLED: list[torch.Tensor] = []
 HOOKED: list[tuple[Any, ...]] = []
@@ -147,3 +149,21 @@ def test_a_hook_that_is_taken_from_an_output_is_not_called() -> None:
     bias = model.second.bias.grad
     assert bias is not None
     assert torch.equal(bias, torch.full((32,), 48.0))
+
+
+def test_a_backward_that_an_error_ended_decides_nothing_for_the_next() -> None:
+    model, (x,), _ = classifier()
+    planned = copy.deepcopy(model)
+    planner.plan(planned, x, loss=both_loss, budget="min", solver="sqrt_n", backend="graph").apply(planned)
+    outputs = planned(x)
+    outputs["logits"].sum().backward()
+    with pytest.raises(FreedError):
+        outputs["extra"].sum().backward()
+    for each in (model, planned):
+        each.zero_grad()
+        torch.manual_seed(0)
+        both_loss(each(x)).backward()
+    for ours, theirs in zip(planned.parameters(), model.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)

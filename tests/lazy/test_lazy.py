@@ -354,6 +354,13 @@ def test_gradients_that_an_applied_plan_is_not_for_are_reported() -> None:
         assert all("gradients of 32.8 KiB were there already" in text for text in messages)
 
 
+def test_gradients_that_its_plan_is_not_for_are_reported() -> None:
+    model = planner.auto_checkpoint(_model(), accumulate=False, **BY)
+    model(_batch()).backward()
+    with pytest.warns(planner.PlanWarning, match=r"gradients of 32\.8 KiB were there already"):
+        model(_batch()).backward()
+
+
 def test_parameters_that_are_computed_are_named_with_what_plans_them() -> None:
     model = planner.auto_checkpoint(_model(), **BY)
     weights = {name: 2 * p for name, p in model.named_parameters()}

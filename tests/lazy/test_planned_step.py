@@ -111,6 +111,26 @@ def test_several_models_one_of_which_does_not_train() -> None:
     assert peak == pytest.approx(planned.plan.predicted.dynamic_peak_bytes, rel=0.005)
 
 
+def test_models_in_other_places_are_another_step() -> None:
+    torch.manual_seed(0)
+    first, second, x = *(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)), _pairs(8, 0)["a"]
+
+    def differ(models: dict[str, nn.Module], x: torch.Tensor) -> torch.Tensor:
+        return (models["ours"](x) - 2 * models["theirs"](x)).square().mean()
+
+    def begins(model: Any, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model[0](x).square().mean()
+        return found
+
+    for function, places in (
+        (differ, ({"ours": first, "theirs": second}, {"theirs": first, "ours": second})),
+        (begins, (first, [first])),
+    ):
+        planned = planner.step(function, budget="1GiB", backend="replay")
+        for models in places:
+            assert torch.equal(planned(models, x), function(models, x))
+
+
 LEFT_BEHIND = torch.ones(3, requires_grad=True)
 
 
@@ -190,3 +210,13 @@ def test_a_batch_that_is_skipped_runs_as_it_is_and_the_next_is_planned() -> None
         ours = left_by(models, loop(planned))
     assert planned.plan is not None
     assert_same(ours, left_by(twins, loop(skips)))
+
+
+def test_a_skipped_batch_that_begins_with_gradients_leaves_them_to_the_next() -> None:
+    planned = planner.step(lambda net, x, skip: None if skip else net(x).sum(), budget="1GiB")
+    model, x = nn.Linear(16, 16), _pairs(8, 0)["a"]
+    planned(model, x, False).backward()
+    assert planned(model, x, True) is None
+    planned(model, x, False).backward()
+    assert planned.plan is not None
+    assert planned.plan.resident.gradient_bytes == sum(p.nbytes for p in model.parameters())

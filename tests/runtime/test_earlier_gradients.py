@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import planner
 from planner.planfile.budget import format_bytes
 from planner.runtime.install import installed_plan
 from planner.verification.measure import measure_peak
-from tests.side_by_side import Layers, layers, no_plan_warnings, plan_of
+from tests.side_by_side import AfterALayer, Layers, layers, no_plan_warnings, plan_of
 
 pytestmark = pytest.mark.heavy
 
@@ -137,3 +138,30 @@ def test_it_is_said_how_much_more_a_step_takes_where_they_do_not_fit() -> None:
     assert peak == plan.predicted.dynamic_peak_bytes + over
     assert f"takes {format_bytes(over)} more than predicted" in str(said[0].message)
     assert len(said) == 1
+
+
+class InAnObject(AfterALayer):
+    """Its output is an object with the loss, which nothing takes apart."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return SimpleNamespace(loss=super().forward(x))
+
+
+def test_the_loss_is_in_an_object() -> None:
+    model, x = InAnObject(torch.tanh), torch.randn(8, 64)
+    planner.plan(model, x, budget="1GiB").apply(model)
+    model(x).loss.backward()
+    with pytest.warns(planner.PlanWarning, match=TOLD):
+        model(x).loss.backward()
+
+
+def test_sparse_ones_are_counted_by_what_they_hold() -> None:
+    model, words = (
+        nn.Sequential(nn.Embedding(50, 16, sparse=True), nn.Linear(16, 1, bias=False)),
+        torch.arange(8),
+    )
+    planner.plan(model, words, loss=torch.sum, budget="1GiB").apply(model)
+    model(words).sum().backward()
+    there = 8 * 8 + 8 * 16 * 4 + 16 * 4  # indices and values of the rows; the gradient of the layer
+    with pytest.warns(planner.PlanWarning, match=f"gradients of {there} B {TOLD}"):
+        model(words).sum().backward()

@@ -4,6 +4,7 @@ import gc
 import threading
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import planner
 from planner.errors import PlanWarning
 from planner.verification.measure import measure_peak
 from tests.side_by_side import (
+    AfterALayer,
     Layers,
     assert_same,
     counting_runs,
@@ -322,3 +324,22 @@ def test_what_is_captured_in_a_later_step_does_not_hold_what_its_callers_had() -
             assert not garbage_at_its_end(seed)
     finally:
         gc.enable()
+
+
+class InAnObject(AfterALayer):
+    """Its output is an object with the loss."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return SimpleNamespace(loss=self.work(x))
+
+    def work(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = super().forward(x)
+        return loss
+
+
+def test_a_forward_of_which_nothing_is_captured_any_more_is_reported() -> None:
+    model, x = InAnObject(torch.tanh), torch.randn(8, 64)
+    planner.plan(model, x, budget="1GiB", backend="graph").apply(model)
+    model.work = torch.compiler.disable(model.work)  # type: ignore[method-assign]
+    with pytest.warns(PlanWarning, match="nothing of the planned forward could be captured"):
+        model(x)

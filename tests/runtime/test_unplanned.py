@@ -15,7 +15,16 @@ import planner
 from planner.errors import PlanMismatch, PlanWarning
 from planner.runtime.install import installed_plan
 from planner.user_plan import Plan
-from tests.side_by_side import Layers, assert_same, counting_runs, layers, left_by, no_plan_warnings, plan_of
+from tests.side_by_side import (
+    AfterALayer,
+    Layers,
+    assert_same,
+    counting_runs,
+    layers,
+    left_by,
+    no_plan_warnings,
+    plan_of,
+)
 
 
 class Two(Layers):
@@ -394,3 +403,12 @@ def test_a_copy_of_a_planned_model_that_failed_on_the_way_is_no_other_plan(plan:
     (text,) = _warnings_of(lambda: model.forward(*args).backward())
     assert "not model.forward(x)" in text
     assert failed.value.__traceback__ is not None  # it holds the half of a copy that there is
+
+
+def test_a_shorter_part_of_a_batch_lies_as_planned_and_every_other_row_does_not() -> None:
+    model, whole = AfterALayer(torch.tanh), torch.randn(6, 5, 64)
+    planner.plan(model, (whole[:, :-1],), budget="1GiB").apply(model)
+    assert _warnings_of(lambda: model(whole[:4, :3])) == []
+    assert _warnings_of(lambda: model(whole[:, :4].contiguous()[:, :3])) == []
+    (text,) = _warnings_of(lambda: model(whole[:, ::2]))
+    assert "has other strides than planned ((320, 128, 1))" in text

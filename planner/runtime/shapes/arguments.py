@@ -28,9 +28,17 @@ def _laid_out(tensor: torch.Tensor) -> Any:
 
 
 def _nested(value: Any) -> Any:
+    """The tensors inside an argument and where they are in it; None where there are none."""
     if value is None or isinstance(value, bool | int | float | str):
         return None
-    return tuple(_laid_out(x) for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
+    if isinstance(value, dict):
+        places: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list | tuple):
+        places = enumerate(value)
+    else:
+        return tuple(_laid_out(x) for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
+    found = [(at, _laid_out(x) if isinstance(x, torch.Tensor) else _nested(x)) for at, x in places]
+    return tuple(pair for pair in found if pair[1] is not None) or None
 
 
 def repeated(

@@ -16,6 +16,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any, Literal, get_args
 
 import torch
@@ -93,10 +94,12 @@ class NewShapes:
         self._model, self._policy, self._compile = model, policy, compile_
         self._target, self._optimizer_bytes = plan.target, plan.resident.optimizer_bytes
         options = options_of(plan)
+        if plan.resident.gradient_bytes:  # None would be as they are when the new shape comes
+            options = replace(options, accumulate=True)
         self._options = options if loss is None else replace(options, loss=loss)
         self._parameters = names_of_parameters(model.forward)
         self._planned = dict(self._named((r.path, tuple(r.shape)) for r in plan.model.inputs))
-        self._planned_strides = self._strides(plan.model.inputs)
+        self._planned_layouts = dict(self._named((r.path, _layout(r)) for r in plan.model.inputs))
         self._warned_of_strides = self._warned_of_gradients = False
         self._with_gradients = self._requiring_gradients(plan.model.inputs)
         # By the set of inputs that require gradients: why such a step cannot be planned; "" if it can.
@@ -276,12 +279,13 @@ class NewShapes:
         return None
 
     def _warn_of_strides(self, records: Sequence[TensorRecord]) -> None:
-        known, found = self._planned_strides, self._strides(records)
-        other = [name for name, strides in found.items() if strides and strides != known.get(name)]
-        if other and not self._warned_of_strides:
+        known = self._planned_layouts
+        for name, record in self._named((r.path, r) for r in records):
+            if self._warned_of_strides or not record.strides or _layout(record) == known.get(name):
+                continue
             self._warned_of_strides = True
             warn(
-                f"{other[0]} has other strides than planned ({found[other[0]]}): copies of it "
+                f"{name} has other strides than planned ({tuple(record.strides)}): copies of it "
                 "are not predicted, and the step may take more. Pass .contiguous(), or plan with one like it"
             )
 
@@ -321,9 +325,6 @@ class NewShapes:
     def _requiring_gradients(self, records: Sequence[TensorRecord]) -> set[str]:
         found = self._named((r.path, r.requires_grad) for r in records)
         return {name for name, requires in found if requires}
-
-    def _strides(self, records: Sequence[TensorRecord]) -> dict[str, Any]:
-        return dict(self._named((r.path, tuple(r.strides or ())) for r in records))
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
         # Only a new plan needs measured seconds; a prediction needs bytes alone.
@@ -382,6 +383,16 @@ class NewShapes:
         ]
         texts += [f"{name} was planned and is not there" for name in self._planned if name not in shapes]
         return "; ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
+
+
+def _layout(record: TensorRecord) -> list[tuple[int, int]]:
+    """How a tensor lies in memory, whatever its sizes: its dimensions, the innermost first, each with 1 where
+    there are gaps between its elements, -1 where they overlap, and 0 where they follow each other."""
+    found, dense = [], 1
+    for stride, dim, size in sorted(zip(record.strides or (), count(), record.shape, strict=False)):
+        found.append((dim, (stride > dense) - (stride < dense)))
+        dense = max(dense, stride * size)
+    return found
 
 
 def _captured(prepared: Prepared) -> set[str]:

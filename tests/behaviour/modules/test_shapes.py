@@ -5,6 +5,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from planner._torch import dynamo
 from planner.errors import PlanWarning
 from planner.runtime.backend import PlanBackend
 from planner.verification.measure import measure_peak
+from tests.side_by_side import AfterALayer
 from tests.small import classifier, layers_with_graph_breaks, logits_loss, small_gpt, small_resnet
 from tests.zoo import GPT
 
@@ -338,3 +340,44 @@ def test_what_cannot_be_traced_at_symbolic_sizes_is_compiled_for_a_few_shapes(
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
         _assert_same_step(model, twin, x)
+
+
+def test_new_shapes_count_gradients_that_the_plan_counts() -> None:
+    """As at the first of several micro-batches, where they are not there yet."""
+    model = AfterALayer(torch.tanh)
+    _step(model, torch.randn(8, 64))
+    planner.plan(model, torch.randn(8, 64), budget="100%").apply(model, on_new_shape="replan")
+    model.zero_grad()
+    with pytest.raises(planner.InfeasibleBudget):
+        model(torch.randn(16, 64))
+
+
+class OfSeveral(nn.Module):
+    """Takes one by position alone, some in a mapping, some in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(
+        self, x: torch.Tensor, /, y: torch.Tensor, *, named: Any = None, listed: Any = ()
+    ) -> torch.Tensor:
+        others = [*(named or {}).values(), *listed]
+        loss: torch.Tensor = self.layer(x).sum() + sum(t.sum() for t in (y, *others) if t is not None)
+        return loss
+
+
+def test_all_that_differs_is_refused() -> None:
+    model, x, y = OfSeveral(), torch.randn(4, 8), torch.randn(4)
+    planner.plan(
+        model, (x,), {"y": y, "named": {"a": y, "b": y}, "listed": [y, None]}, budget="1GiB", backend="graph"
+    ).apply(model, on_new_shape="error")
+    named, listed = {"a": y, "b": y}, [y, None]
+    model(x, y=y, named=named, listed=listed)
+    for args, kwargs, text in (
+        ((torch.randn(5, 8),), {"named": named, "listed": listed}, "is 5x8, planned was 4x8"),
+        ((x,), {"named": {"a": y, "c": y}, "listed": listed}, r"named\['c'\] is 4, not planned"),
+        ((x,), {"named": named, "listed": [None, y]}, r"listed\[1\] is 4, not planned"),
+    ):
+        with pytest.raises(planner.PlanMismatch, match=text):
+            model(*args, y=y, **kwargs)
