@@ -159,7 +159,7 @@ class PlanBackend:
             logger.info("compiled for each shape, not for symbolic sizes: %s", error)
             otherwise, beyond = as_written(graph).forward, self._beyond_static_shapes
         return StaticShapes(
-            lambda inputs: self._compile(graph, inputs, record, spec),
+            lambda inputs: _or_as_written(graph, lambda: self._compile(graph, inputs, record, spec)),
             otherwise,
             beyond,
         )
@@ -219,11 +219,7 @@ class PlanBackend:
             return self._compile_program(graph, inputs, program, spec, exactly, warn_of_it=False)[0]
 
         def compile_later(number: int, inputs: Sequence[Any]) -> Callable[..., Any]:
-            try:
-                return compile_(number, inputs)
-            except Exception as error:
-                unplanned("a part of the forward", error, AROUND)
-                return as_written(graph).forward
+            return _or_as_written(graph, lambda: compile_(number, inputs))
 
         programs: dict[int, Callable[..., Any]] = {planned.number(record.programs[0]): first}
         # Programs of other graphs are compiled when they are needed. With symbolic sizes all are compiled
@@ -420,6 +416,15 @@ class PlanBackend:
         if then != now:
             return f"under autocast {', '.join(then) or 'off'} then, {', '.join(now) or 'off'} now"
         return "other parameters to train, another version, device or shape?"
+
+
+def _or_as_written(graph: GraphModule, compile_: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """What is compiled inside of the user's step; the graph as written, with a warning, where that fails."""
+    try:
+        return compile_()
+    except Exception as error:
+        unplanned("a part of the forward", error, AROUND)
+        return as_written(graph).forward
 
 
 class _NotOfThePlan(CaptureError):
