@@ -34,6 +34,7 @@ from planner.graph.spec import GraphSpec
 from planner.graph.trace import TracedGraph, trace_joint
 from planner.heap import older_objects_set_aside
 from planner.hooks import hooks_for
+from planner.hooks.awaiting_backward import Awaiting
 from planner.hooks.undefined_gradients import UndefinedGradients
 from planner.hooks.unused_outputs import UnusedOutputs
 from planner.lowering.lowerings import Lowering, chosen_lowering
@@ -319,7 +320,13 @@ class PlanBackend:
         unused = spec.unused_outputs
         context = HookContext(graph, self._plan, unused, self._autocast, self._calls, warn)
         # UnusedOutputs replaces outputs before the hooks behind it look at them.
-        hooks: list[GraphHook] = [backward, UnusedOutputs(unused), *hooks_for(context), read_again]
+        hooks: list[GraphHook] = [
+            backward,
+            UnusedOutputs(unused),
+            *hooks_for(context),
+            read_again,
+            Awaiting(self._calls),
+        ]
         compiled = trace_joint(
             graph,
             example_inputs,
