@@ -29,8 +29,8 @@ class _Run:
 
     Attributes:
         sums: Addresses of the sums that its backward returned, by the position of the input.
-        ends: Functions that remove hooks on leaves and on the nodes where these accumulate. Leaves may outlive
-            the step, so the run calls the functions when it dies.
+        ends: Functions that remove hooks on tensors and on the nodes where leaves accumulate. Both may
+            outlive the step, so the run calls the functions when it dies.
     """
 
     def __init__(self) -> None:

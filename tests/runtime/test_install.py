@@ -5,7 +5,6 @@ import gc
 import io
 import pickle
 import warnings
-from typing import Any
 
 import pytest
 import torch
