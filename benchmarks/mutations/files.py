@@ -114,7 +114,7 @@ FILES = [
             Change(
                 "planner/runtime/install.py",
                 "    found = class_name(model)\n",
-                "    _install(model, plan, None, on_new_shape, loss)\n    found = class_name(model)\n",
+                "    install(model, _call_of(plan, model))\n    found = class_name(model)\n",
             ),
         ),
         ("tests/runtime/test_install.py::test_another_model_is_refused_and_left_alone",),

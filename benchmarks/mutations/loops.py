@@ -260,8 +260,8 @@ LOOPS = [
         (
             Change(
                 "planner/runtime/backend.py",
-                "UnusedOutputs(unused), *hooks_for",
-                "UnusedOutputs([]), *hooks_for",
+                "            UnusedOutputs(unused),\n",
+                "            UnusedOutputs([]),\n",
             ),
         ),
         (

@@ -8,12 +8,13 @@ import torch
 
 from planner._torch import autograd
 from planner.compiled.calls import Call, Calls, Token
-from planner.compiled.graph_hook import GraphHook, HookContext
+from planner.compiled.graph_hook import GraphHook
 from planner.errors import FreedError, PlanMismatch
 
 
 class Awaiting(GraphHook):
-    """Notes in a module's calls when the backward of one of its graphs runs.
+    """Notes in a module's calls when the backward of one of its graphs runs. It is a graph's last hook: where
+    another refuses a backward, nothing is freed, and the backward can be repeated.
 
     Args:
         calls: The calls of the module.
@@ -50,8 +51,3 @@ class Awaiting(GraphHook):
             freed.append(True)
         elif not torch.is_grad_enabled():  # double_backward.py warns of create_graph=True
             self._calls.kept()
-
-
-def hook(context: HookContext) -> Awaiting:
-    """A hook for every graph."""
-    return Awaiting(context.calls)

@@ -29,17 +29,17 @@ class _Run:
 
     Attributes:
         sums: Addresses of the sums that its backward returned, by the position of the input.
-        handles: Hooks on the nodes where leaves accumulate. These nodes may outlive the step, so the run
-            removes the hooks when it dies.
+        ends: Functions that remove hooks on tensors and on the nodes where leaves accumulate. Both may
+            outlive the step, so the run calls the functions when it dies.
     """
 
     def __init__(self) -> None:
         self.sums: dict[int, int] = {}
-        self.handles: list[Any] = []
+        self.ends: list[Callable[[], None]] = []
 
     def __del__(self) -> None:
-        for handle in self.handles:
-            handle.remove()
+        for end in self.ends:
+            end()
 
 
 class ExternalAccumulationCheck(GraphHook):
@@ -122,14 +122,14 @@ class ExternalAccumulationCheck(GraphHook):
             if living in self._asked:
                 self._asked[living].append(see)
             elif not has_hooks(living):
-                self._ask(living, [see])
+                self._ask(run, living, [see])
 
         handle = edge.node.register_prehook(look)
         if tensor.is_leaf:  # its node may outlive the step
-            run.handles.append(handle)
+            run.ends.append(handle.remove)
         return asked_for
 
-    def _ask(self, tensor: torch.Tensor, seeing: list[Callable[[torch.Tensor], None]]) -> None:
+    def _ask(self, run: _Run, tensor: torch.Tensor, seeing: list[Callable[[torch.Tensor], None]]) -> None:
         """Have functions called with a tensor's gradient, in the backward that is running."""
 
         def arrived(gradient: torch.Tensor) -> None:
@@ -138,13 +138,14 @@ class ExternalAccumulationCheck(GraphHook):
 
         def ended() -> None:
             handle.remove()
-            if (living := alive()) is not None:
-                self._asked.pop(living, None)
+            if (living := alive()) is not None and self._asked.get(living) is seeing:
+                self._asked.pop(living)
 
         alive = TensorWeakRef(tensor)  # ``ended`` must not hold the tensor until the backward ends
         self._asked[tensor] = seeing
         handle = tensor.register_hook(arrived)
         autograd.after_this_backward(ended)
+        run.ends.append(ended)  # after an error the engine calls nothing
 
     def _tell(self, gradient: torch.Tensor) -> None:
         self._warned = True

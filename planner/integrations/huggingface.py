@@ -84,31 +84,15 @@ class PlannerCallback(TrainerCallback):
             )
         self._module = module
         self._budget, self._on_new_shape, self._cache, self._options = budget, on_new_shape, cache, options
+        self._own: _OwnCheckpoints | None = None
         self._longest = None if max_length is None else Padded(checked_length(max_length))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Have the model planned at its first training call."""
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
         libraries = {kind.__module__.partition(".")[0] for kind in type(args).__mro__}
-        if self._module is None and "sentence_transformers" in libraries:
-            warn(
-                "Sentence Transformers' losses call the model once for each column, so that a plan of the "
-                "model alone does not bound the step. Plan the loss that the trainer is given: "
-                "PlannerCallback(module=loss)"
-            )
         planned = model if self._module is None else self._module
-        if (own := _OwnCheckpoints.switched_off(planned)) is not None:
-            tell(
-                "the model's own gradient checkpointing is switched off: the plan takes its place, and "
-                "percentages are shares of the step with it"
-            )
         options: PlanKeywords = {"outputs": "dropped", **self._options}
-        if args.torch_compile and options.get("backend", "eager") == "eager":
-            warn(
-                "torch_compile=True does not reach the planned model: it runs operation by operation, as the "
-                'plan says. To compile it pass PlannerCallback(backend="inductor") and leave torch_compile '
-                "out"
-            )
         options.setdefault("accumulate", True if args.gradient_accumulation_steps > 1 else None)
         inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
         options.setdefault("optimizer", inner if isinstance(inner, torch.optim.Optimizer) else None)
@@ -120,12 +104,35 @@ class PlannerCallback(TrainerCallback):
         wanted = wanted_lazily(
             planned, budget=self._budget, on_new_shape=self._on_new_shape, cache=self._cache, **options
         )
-        if wanted is not None:
-            install_lazily(planned, replace(wanted, enlarge=self._longest, as_run=own))
+        if wanted is None:
+            return  # plans are off: nothing is changed, and nothing warned of
+        if self._module is None and "sentence_transformers" in libraries:
+            warn(
+                "Sentence Transformers' losses call the model once for each column, so that a plan of the "
+                "model alone does not bound the step. Plan the loss that the trainer is given: "
+                "PlannerCallback(module=loss)"
+            )
+        if args.torch_compile and wanted.options.backend != "inductor":
+            warn(
+                "torch_compile=True does not reach the planned model: it runs operation by operation, as the "
+                'plan says. To compile it pass PlannerCallback(backend="inductor") and leave torch_compile '
+                "out"
+            )
+        self._own = _OwnCheckpoints.switched_off(planned)
+        if self._own is not None:
+            tell(
+                "the model's own gradient checkpointing is switched off: the plan takes its place, and "
+                "percentages are shares of the step with it"
+            )
+        install_lazily(planned, replace(wanted, enlarge=self._longest, as_run=self._own))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Remove the plan."""
-        remove(kwargs["model"] if self._module is None else self._module)
+        """Remove the plan, and switch the model's own checkpointing on where it was on."""
+        planned = kwargs["model"] if self._module is None else self._module
+        remove(planned)
+        if self._own is not None:
+            self._own(planned)
+            self._own = None
 
 
 _NAMES = ("gradient_checkpointing", "activation_checkpointing")
@@ -134,7 +141,7 @@ _NAMES = ("gradient_checkpointing", "activation_checkpointing")
 
 @dataclass(frozen=True)
 class _OwnCheckpoints:
-    """Switches a model's own checkpointing on again in a copy, where it was on before.
+    """Switches a model's own checkpointing on again, in the model or a copy, where it was on before.
 
     Attributes:
         switched: The parts where it was on, by name, each with its attributes of that time.
@@ -158,9 +165,9 @@ class _OwnCheckpoints:
                 switched.append((path, changed))
         return cls(tuple(switched))
 
-    def __call__(self, copied: torch.nn.Module) -> None:
+    def __call__(self, model: torch.nn.Module) -> None:
         for path, values in self.switched:
-            vars(copied.get_submodule(path)).update(values)
+            vars(model.get_submodule(path)).update(values)
 
 
 def _switched_off(part: torch.nn.Module) -> bool:

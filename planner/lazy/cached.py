@@ -1,6 +1,8 @@
 """Whether the plan in a file is the one that would be made now."""
 
+import hashlib
 from collections.abc import Mapping
+from types import CodeType
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from planner.planfile.fingerprint import class_name, same_class, state_digest
 from planner.planfile.plan import PlanRecord, TensorRecord
 from planner.planning.make_plan import input_records
 from planner.planning.one_backend import device_of
+from planner.planning.options import PlanOptions
 from planner.training_step.step import Step
 from planner.version import __version__
 
@@ -34,8 +37,13 @@ def made_of(model: torch.nn.Module, options: Mapping[str, Any]) -> dict[str, str
     given = [f"{name}={_shown(options[name])}" for name in _NOT_RECORDED if options.get(name)]
     return {
         "trainable": f"{sum(trainable):,} parameters in {len(trainable)} tensors",
-        "options": " ".join(given)[:256] or "none",
+        "options": _label(" ".join(given)) or "none",
     }
+
+
+def _label(text: str) -> str:
+    """A text as plan files take it; the end of a longer one is a digest of the whole."""
+    return text if len(text) <= 256 else f"{text[:180]}... {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def mismatch(
@@ -45,11 +53,11 @@ def mismatch(
 
     Inputs that are larger than the plan's in no dimension are no reason: the plan covers them.
     """
-    device_here = device_of(model, step)
-    device = find_device(options.get("device"), device_here)
-    ranks = read_parallel(options.get("parallel"))
+    asked = PlanOptions(**options)
+    device = find_device(asked.device, device_of(model, step))
+    ranks = read_parallel(asked.parallel)
     counts_gradients = plan.resident.gradient_bytes > 0
-    accumulate = options.get("accumulate")
+    accumulate = asked.accumulate
     if accumulate is None:  # a plan that counts existing gradients also covers steps without them
         accumulate = counts_gradients or any(p.grad is not None for p in model.parameters())
     compared: list[tuple[str, Any, Any]] = [
@@ -59,12 +67,13 @@ def mismatch(
         ("device", plan.target.device, device.name),
         ("training mode", plan.model.training, step.in_mode(model)),
         ("outputs", plan.model.outputs, step.outputs),
-        ("inputs", plan.target.inputs, options.get("inputs", "unchanged")),
+        ("inputs", plan.target.inputs, asked.inputs),
         ("autocast", plan.model.autocast, autocast_regions()),
         ("accumulate", counts_gradients, accumulate),
-        ("backend", plan.target.backend, _backend(plan, options.get("backend", "eager"))),
-        ("offload", plan.target.offload, options.get("offload", "none")),
-        ("backend_options", plan.target.backend_options, dict(options.get("backend_options", {}))),
+        ("backend", plan.target.backend, _backend(plan, asked.backend)),
+        ("offload", plan.target.offload, asked.offload),
+        ("in_flight", plan.target.in_flight, asked.in_flight),
+        ("backend_options", plan.target.backend_options, dict(asked.backend_options)),
         ("parallel", parallel_of(plan.target.parallel), ranks),
         *((name, plan.created_with.get(name), now) for name, now in made_of(model, options).items()),
     ]
@@ -78,9 +87,7 @@ def mismatch(
         if then != now:
             return f"{name} {_shown(then)}, now {_shown(now)}"
     shape_of = None if ranks is None else Rank(ranks).shape_of
-    kept = optimizer_step(
-        options.get("optimizer"), parameters_of(model), device, shape_of=shape_of
-    ).state_bytes
+    kept = optimizer_step(asked.optimizer, parameters_of(model), device, shape_of=shape_of).state_bytes
     if kept != plan.resident.optimizer_bytes:
         return f"an optimizer that keeps {plan.resident.optimizer_bytes:,} bytes, now {kept:,}"
     return _other_inputs(plan.model.inputs, input_records(step))
@@ -112,9 +119,21 @@ def _amount(budget: int | str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    if callable(value):
-        return str(getattr(value, "__qualname__", type(value).__name__))
-    return str(value)
+    if not callable(value):
+        return str(value)
+    name = str(getattr(value, "__qualname__", type(value).__name__))
+    code = getattr(value, "__code__", None)
+    return name if code is None else f"{name} {hashlib.sha256(_read(code).encode()).hexdigest()[:12]}"
+
+
+def _read(code: CodeType) -> str:
+    """What a function does, without where it is written: many losses are named ``<lambda>``."""
+    constants = [_read(c) if isinstance(c, CodeType) else _constant(c) for c in code.co_consts]
+    return f"{code.co_code!r} {constants} {code.co_names} {code.co_freevars}"
+
+
+def _constant(value: object) -> str:
+    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)  # sets have no order
 
 
 def _backend(plan: PlanRecord, asked: str) -> str:

@@ -83,6 +83,8 @@ class PlannedAtFirstCall(InstalledCall):
             if type(error) is not CaptureError:  # of arguments and functions that are no step
                 raise
             self.unplanned.hindered_call(f"{type(model).__name__} cannot be planned ({error})", GIVEN_UP)
+            if self.wanted.as_run is not None:
+                self.wanted.as_run(model)
             output = self.run_original(*args, **kwargs)
             self._given_up = True  # only now: where the forward raises, the next batch may be a better one
             return output

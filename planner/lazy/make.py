@@ -35,7 +35,7 @@ class Wanted:
         given: Options of :func:`planner.plan`, by name.
         progress: See :func:`planner.plan`.
         enlarge: Given the arguments of the first training call, returns those to plan for; None: the same.
-        as_run: Given a copy of the module, switches on the module's own checkpoints, which were switched off
+        as_run: Given the module or a copy, switches on the module's own checkpoints, which were switched off
             for the plan; None: there were none.
     """
 

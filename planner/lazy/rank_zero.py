@@ -75,19 +75,21 @@ def planned_by_rank_zero(model: torch.nn.Module, make: Callable[[], Made], optio
         return made
     try:
         store.wait([f"{name}/model"], PATIENCE)
-        if store.get(f"{name}/model").decode() != kind:
-            return make()
-        store.wait([f"{name}/answer"], PATIENCE)
-        answer = json.loads(store.get(f"{name}/answer"))
-        if "error" in answer:
-            raise _raised(answer)
-        packed = b"".join(store.get(f"{name}/part {number}") for number in range(answer["parts"]))
-    except dist.DistError as error:
+        another = store.get(f"{name}/model").decode() != kind
+        if not another:
+            store.wait([f"{name}/answer"], PATIENCE)
+            answer = json.loads(store.get(f"{name}/answer"))
+            packed = b"".join(store.get(f"{name}/part {number}") for number in range(answer.get("parts", 0)))
+    except RuntimeError as error:  # only some stores raise the more precise DistError
         raise PlannerError(
             f"rank {dist.get_rank()} waited for the plan of rank 0, which did not come: either rank 0 has "
             "ended, and its own error says why, or it does not plan at a first call as this rank does: every "
             f"rank has to call the module in training mode, in the same order ({error})"
         ) from error
+    if another:
+        return make()
+    if "error" in answer:
+        raise _raised(answer)
     text = zlib.decompressobj().decompress(packed, LARGEST_FILE_BYTES + 1)
     if len(text) > LARGEST_FILE_BYTES:
         raise PlanFileError(f"the plan of rank 0: larger than {LARGEST_FILE_BYTES} bytes")

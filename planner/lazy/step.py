@@ -13,7 +13,7 @@ from planner._torch import pytree
 from planner.blocks.replay import from_around, inner_function
 from planner.errors import CaptureError, SkippedStep
 from planner.lazy.auto_checkpoint import auto_checkpoint
-from planner.lazy.wrapped import call_inside, without_wrapper, without_wrappers
+from planner.lazy.wrapped import call_inside, sequence_like, without_wrapper, without_wrappers
 from planner.planning.options import PlanKeywords, shows_options
 from planner.progress import Progress
 from planner.runtime.install import installed_plan
@@ -236,7 +236,7 @@ def _numbered(value: Any, numbers: Mapping[int, int]) -> Any:
         return numbers[id(value)]
     if isinstance(value, Mapping):
         return {name: numbers[id(model)] for name, model in value.items()}
-    return tuple(numbers[id(model)] for model in value)
+    return sequence_like(value, (numbers[id(model)] for model in value))
 
 
 def _with_models(numbered: Any, models: torch.nn.ModuleList) -> Any:
@@ -244,7 +244,7 @@ def _with_models(numbered: Any, models: torch.nn.ModuleList) -> Any:
         return models[numbered]
     if isinstance(numbered, dict):
         return {name: models[i] for name, i in numbered.items()}
-    return tuple(models[i] for i in numbered)
+    return sequence_like(numbered, (models[i] for i in numbered))
 
 
 def _loss_of(function: TrainStep) -> Callable[[Any], torch.Tensor]:

@@ -4,7 +4,7 @@ A wrapper prepares its reduction in its own forward. A step that called the wrap
 gradients that the ranks do not share, and nothing would say so.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,14 @@ def without_wrappers(value: Any) -> Any:
         return without_wrapper(value)
     if isinstance(value, Mapping):
         return {name: without_wrapper(model) for name, model in value.items()}
-    return tuple(map(without_wrapper, value))
+    return sequence_like(value, map(without_wrapper, value))
+
+
+def sequence_like(value: list[Any] | tuple[Any, ...], parts: Iterable[Any]) -> Any:
+    """A list, tuple or named tuple, as a value is, of other parts."""
+    if isinstance(value, list):
+        return list(parts)
+    return value._make(parts) if hasattr(value, "_make") else tuple(parts)
 
 
 def call_inside(

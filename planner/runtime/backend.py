@@ -34,6 +34,7 @@ from planner.graph.spec import GraphSpec
 from planner.graph.trace import TracedGraph, trace_joint
 from planner.heap import older_objects_set_aside
 from planner.hooks import hooks_for
+from planner.hooks.awaiting_backward import Awaiting
 from planner.hooks.undefined_gradients import UndefinedGradients
 from planner.hooks.unused_outputs import UnusedOutputs
 from planner.lowering.lowerings import Lowering, chosen_lowering
@@ -159,7 +160,7 @@ class PlanBackend:
             logger.info("compiled for each shape, not for symbolic sizes: %s", error)
             otherwise, beyond = as_written(graph).forward, self._beyond_static_shapes
         return StaticShapes(
-            lambda inputs: self._compile(graph, inputs, record, spec),
+            lambda inputs: _or_as_written(graph, lambda: self._compile(graph, inputs, record, spec)),
             otherwise,
             beyond,
         )
@@ -219,11 +220,7 @@ class PlanBackend:
             return self._compile_program(graph, inputs, program, spec, exactly, warn_of_it=False)[0]
 
         def compile_later(number: int, inputs: Sequence[Any]) -> Callable[..., Any]:
-            try:
-                return compile_(number, inputs)
-            except Exception as error:
-                unplanned("a part of the forward", error, AROUND)
-                return as_written(graph).forward
+            return _or_as_written(graph, lambda: compile_(number, inputs))
 
         programs: dict[int, Callable[..., Any]] = {planned.number(record.programs[0]): first}
         # Programs of other graphs are compiled when they are needed. With symbolic sizes all are compiled
@@ -323,7 +320,13 @@ class PlanBackend:
         unused = spec.unused_outputs
         context = HookContext(graph, self._plan, unused, self._autocast, self._calls, warn)
         # UnusedOutputs replaces outputs before the hooks behind it look at them.
-        hooks: list[GraphHook] = [backward, UnusedOutputs(unused), *hooks_for(context), read_again]
+        hooks: list[GraphHook] = [
+            backward,
+            UnusedOutputs(unused),
+            *hooks_for(context),
+            read_again,
+            Awaiting(self._calls),
+        ]
         compiled = trace_joint(
             graph,
             example_inputs,
@@ -420,6 +423,15 @@ class PlanBackend:
         if then != now:
             return f"under autocast {', '.join(then) or 'off'} then, {', '.join(now) or 'off'} now"
         return "other parameters to train, another version, device or shape?"
+
+
+def _or_as_written(graph: GraphModule, compile_: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """What is compiled inside of the user's step; the graph as written, with a warning, where that fails."""
+    try:
+        return compile_()
+    except Exception as error:
+        unplanned("a part of the forward", error, AROUND)
+        return as_written(graph).forward
 
 
 class _NotOfThePlan(CaptureError):

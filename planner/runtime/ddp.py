@@ -8,9 +8,10 @@ forward inside ``DistributedDataParallel``, or of a module that ``fully_shard`` 
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -180,7 +181,8 @@ class RankCheck:
     others. So a rank that is alone in its forward is delayed once, and never hangs.
     """
 
-    _number = 0  # first forwards happen in the same order on all ranks, which pairs them
+    # By group of ranks: its first forwards happen in the same order on all of its ranks, which pairs them.
+    _numbers: ClassVar[Counter[str]] = Counter()
 
     def __init__(self, plan: PlanRecord, on_new_shape: "OnNewShape" = "reapply") -> None:
         self._plan, self._on_new_shape = plan, on_new_shape
@@ -212,8 +214,9 @@ class RankCheck:
 
     def _compare(self, ranks: Sequence[int]) -> None:
         mine = dist.get_rank()
-        name = f"planner/{'-'.join(map(str, ranks))}/{RankCheck._number}"
-        RankCheck._number += 1
+        group = "-".join(map(str, ranks))
+        name = f"planner/{group}/{self._numbers[group]}"
+        self._numbers[group] += 1
         digest = decisions_digest(self._plan, self._on_new_shape)
         others = [rank for rank in ranks if rank != mine]
         try:

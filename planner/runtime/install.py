@@ -137,15 +137,20 @@ def put_in(
     arena: bool = True,
     offload_folder: str | os.PathLike[str] | None = None,
 ) -> PlanCall:
-    """Install a plan that is known to be for this module, in place of one that is there."""
+    """Install a plan that is known to be for this module, in place of one that is there.
+
+    Raises:
+        PlannerError: The call of the plan cannot be made; what is installed stays as it is.
+    """
+    call = _call_of(plan, model, on_new_shape, loss, arena, offload_folder)
     installed = modules.installed_call(model)
-    previous = take_out(model)
-    if previous is not None and previous is installed:
+    call.previous = take_out(model)
+    if call.previous is not None and call.previous is installed:
         warn(COMPILED_BEFORE)
     for part in map(modules.installed_call, model.modules()):
         if isinstance(part, InstalledCall):
             part.unplanned.planned_call()  # it runs by this plan, not by its own
-    call = _install(model, plan, previous, on_new_shape, loss, arena, offload_folder)
+    install(model, call)
     call.unplanned.wait()
     return call
 
@@ -162,28 +167,25 @@ def remove(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _install(
-    model: torch.nn.Module,
+def _call_of(
     plan: PlanRecord,
-    previous: Callable[..., Any] | None = None,
+    model: torch.nn.Module,
     on_new_shape: OnNewShape = "reapply",
     loss: Loss | None = None,
     arena: bool = True,
     offload_folder: str | os.PathLike[str] | None = None,
 ) -> PlanCall:
     kind = ReplayedCall if plan.target.backend == "replay" else PlannedCall
-    call = kind(
+    return kind(
         model,
         plan,
-        previous,
+        None,
         on_new_shape,
         loss,
         arena=arena,
         unpickled=unpickled,
         offload_folder=offload_folder,
     )
-    install(model, call)
-    return call
 
 
 def installed_plan(model: torch.nn.Module) -> PlanRecord | None:
@@ -200,7 +202,7 @@ def unpickled(
         try:
             plan = PlanRecord.loads(text, source="the plan of the pickled model")
             # Its backend options need no check: whoever writes a pickle can run anything without them.
-            _install(model, plan, None, checked(on_new_shape), arena=arena)
+            install(model, _call_of(plan, model, checked(on_new_shape), arena=arena))
         except PlanFileError as error:
             warn(
                 f"the model is unpickled without its plan: {error}. Plan it again, or apply the "

@@ -29,7 +29,7 @@ class InstalledCall:
         unplanned: Notices training without the plan.
     """
 
-    _retired = False
+    _retired = True  # until it is installed
     _warned_of_clone = False
 
     def __init__(self, model: torch.nn.Module, previous: Callable[..., Any] | None, training: bool) -> None:
@@ -93,6 +93,7 @@ def install(model: torch.nn.Module, call: InstalledCall) -> None:
     modules.after_shallow_copies(_install_in_copy)
     end_graphs_at_plans()  # nothing may have been captured in this process yet: a plan can come from a file
     modules.install_call(model, call)
+    call.reinstate(waiting=False)
     vars(model)[Companion.NAME] = Companion(model)
 
 

@@ -227,6 +227,28 @@ def test_one_of_several_layers_is_warned_of(
         differentiate(loss, model)
 
 
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(_context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_context: Any, *_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("this backward fails")
+
+
+def test_a_backward_that_fails_leaves_no_hook() -> None:
+    torch.manual_seed(0)
+    model = _planned(Twice().train(), torch.randn(16, 32, requires_grad=True))
+    x = torch.randn(16, 32, requires_grad=True)
+    through = _Fails.apply(x)  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="this backward fails"):
+        torch.autograd.grad(model(through).sum(), [through, x])
+    assert not through._backward_hooks
+    with pytest.warns(planner.PlanWarning, match=r"\(16, 32\).* from outside"):
+        torch.autograd.grad((model(through) + through).sum(), through)
+
+
 def test_hooks_go_with_the_forward_that_made_them() -> None:
     """Of a forward without a backward too, where a weight's node outlives it."""
     model = _tied()

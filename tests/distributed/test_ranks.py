@@ -1,5 +1,6 @@
 """What ranks compare: everything by which two plans can run differently, and nothing else."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from planner.planfile.graph_record import (
     SplitRecord,
     SplitRun,
 )
-from planner.runtime.ddp import decisions_digest
+from planner.runtime.ddp import RankCheck, decisions_digest
 from tests.plans import layered_plan
 
 PLAN = layered_plan(layers=2, kept_layers=1)
@@ -83,3 +84,18 @@ def test_what_else_decides_counts_too() -> None:
         assert decisions_digest(other_shapes, policy) != decisions_digest(PLAN, policy)
     assert decisions_digest(richer) == decisions_digest(PLAN)
     assert decisions_digest(richer, "replan") != decisions_digest(PLAN, "replan")
+
+
+def test_each_group_of_ranks_counts_its_own_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of one group alone would wait for others under another name."""
+    written: list[str] = []
+    store = SimpleNamespace(
+        set=lambda name, _: written.append(name),
+        wait=lambda *_: None,
+        get=lambda _: decisions_digest(PLAN).encode(),
+    )
+    monkeypatch.setattr("planner._torch.distributed.default_store", lambda: store)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    for ranks in ([0, 71], [0, 72], [0, 71]):
+        RankCheck(PLAN)._compare(ranks)
+    assert written == ["planner/0-71/0/0", "planner/0-72/0/0", "planner/0-71/1/0"]

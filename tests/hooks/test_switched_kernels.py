@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import planner
+from planner.errors import FreedError
 from tests.side_by_side import Layers, assert_same, counting_runs, layers, left_by, no_plan_warnings, plan_of
 
 Context = contextlib.AbstractContextManager[Any]
@@ -106,4 +107,7 @@ def test_other_switches_in_the_backward_are_said() -> None:
         loss.backward()
     loss = model(x)
     with _deterministic(), pytest.raises(planner.PlanMismatch, match="Call it before the forward"):
+        loss.backward()
+    loss.backward()  # nothing was freed
+    with pytest.raises(FreedError, match="a second time"):
         loss.backward()

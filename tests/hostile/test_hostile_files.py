@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 
 import planner
-from planner.errors import PlanFileError, PlanMismatch
+from planner.errors import PlanFileError, PlanMismatch, PlannerError
 from planner.lazy import rank_zero
 from planner.planfile import atomic_file
 from planner.planfile.atomic_file import write_atomically
@@ -240,6 +240,26 @@ def test_a_plan_of_rank_zero_is_no_bomb(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rank_zero, "LARGEST_FILE_BYTES", 2000)
     with pytest.raises(PlanFileError, match="the plan of rank 0: larger than 2000 bytes"):
         rank_zero.planned_by_rank_zero(_model(), lambda: pytest.fail("it plans"), PlanOptions())
+
+
+@pytest.mark.parametrize("error", [RuntimeError, torch.distributed.DistError])
+def test_a_rank_that_waits_in_vain_says_for_what(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of what it does itself is its own."""
+
+    def in_vain(*_: Any) -> Any:
+        raise error("Wait timeout")
+
+    store = SimpleNamespace(wait=in_vain, get=lambda _: b"another model")
+    monkeypatch.setattr(rank_zero, "is_alone", lambda: False)
+    monkeypatch.setattr("planner._torch.distributed.default_store", lambda: store)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    with pytest.raises(PlannerError, match=r"waited for the plan of rank 0.*\(Wait timeout\)"):
+        rank_zero.planned_by_rank_zero(_model(), lambda: pytest.fail("it plans"), PlanOptions())
+    store.wait = lambda *_: None
+    with pytest.raises(error, match=r"^Wait timeout$"):
+        rank_zero.planned_by_rank_zero(_model(), in_vain, PlanOptions())
 
 
 # ---- where files are written --------------------------------------------------------------------

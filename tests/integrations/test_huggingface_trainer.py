@@ -1,5 +1,6 @@
 """Hugging Face's Trainer with the plan inside trains to the same weights, within what was predicted."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.trainer_pt_utils import LabelSmoother
 
 from planner._torch import modules
-from planner.errors import PlanWarning
+from planner.errors import CaptureError, PlanWarning
 from planner.integrations import huggingface
 from planner.integrations.huggingface import PlannerCallback
+from planner.lazy import first_call
 from planner.runtime.install import installed_plan
 from planner.verification.measure import measure_peak
 from tests.side_by_side import no_plan_warnings
@@ -195,6 +197,55 @@ def test_compilation_that_the_trainer_is_asked_for_is_warned_of(tmp_path: Path) 
     with pytest.warns(PlanWarning, match="torch_compile=True does not reach the planned model"):
         trainer.train()
     assert trainer.plan is not None
+
+
+def _began(folder: Path, callback: PlannerCallback, **more: Any) -> SmallLanguageModel:
+    """A model with checkpoints of its own whose training has begun."""
+    model = small_language_model().train()
+    model.gradient_checkpointing_enable()
+    callback.on_train_begin(_four_steps(TrainingArguments, folder, **more), None, None, model=model)
+    return model
+
+
+def test_its_own_checkpoints_stay_on_where_plans_are_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PLANNER", "0")
+    with no_plan_warnings():
+        model = _began(tmp_path, PlannerCallback("60%"), torch_compile=True)
+    assert model.is_gradient_checkpointing
+    assert "switched off" not in capsys.readouterr().err
+
+
+def test_its_own_checkpoints_come_back_where_it_cannot_be_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> Any:
+        raise CaptureError("it is too strange")
+
+    monkeypatch.setattr(first_call, "planned_or_cached", refused)
+    model = _began(tmp_path, PlannerCallback("60%"))
+    assert not model.is_gradient_checkpointing
+    with pytest.warns(PlanWarning, match="cannot be planned"):
+        model(**padded(sentences(2))).loss.backward()
+    assert model.is_gradient_checkpointing
+
+
+def test_its_own_checkpoints_come_back_when_training_ends(tmp_path: Path) -> None:
+    callback = PlannerCallback("60%")
+    model = _began(tmp_path, callback)
+    assert not model.is_gradient_checkpointing
+    callback.on_train_end(None, None, None, model=model)
+    assert model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("backend", ["auto", "replay", "graph", "inductor"])
+def test_what_does_not_compile_is_said_for_every_backend(backend: Any, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PlanWarning)
+        _began(tmp_path, PlannerCallback("60%", backend=backend), torch_compile=True)
+    said = [w for w in caught if "torch_compile=True does not reach" in str(w.message)]
+    assert len(said) == (backend != "inductor")
 
 
 class _ForTokens(SmallLanguageModel):

@@ -229,6 +229,24 @@ def test_what_a_kept_plan_is_not_for() -> None:
     assert reason(Layers(2).requires_grad_(False)).startswith("trainable 8,384 parameters in 8 tensors, now")
     with torch.autocast("cpu", torch.bfloat16):
         assert reason() == "autocast [], now ['cpu:bfloat16']"
+    assert reason(in_flight=4) == "in_flight None, now 4"
+    plan = plan.model_copy(update={"target": plan.target.model_copy(update={"backend": "replay"})})
+    assert reason() == ""
+    assert reason(backend="graph") == "backend replay, now eager"
+
+
+def test_all_of_the_options_that_are_given_counts() -> None:
+    model = Layers(1)
+    names = [f"layers.{number}" for number in range(40)]
+    first, second, again = (
+        made_of(model, {"keep": keep})["options"] for keep in (names, [*names[:39], "layers.50"], [*names])
+    )
+    assert first == again != second
+    assert len(first) <= 256
+    losses = [lambda x: x.sum(), lambda x: x.mean(), lambda x: sum(y.sum() for y in x), lambda x: x.sum()]
+    found = [made_of(model, {"loss": loss})["options"] for loss in losses]
+    assert len(set(found)) == 3
+    assert found[0] == found[3]
 
 
 @pytest.mark.heavy

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -139,6 +139,25 @@ def test_an_attribute_is_no_variable_of_its_name() -> None:
     planner.step(lambda net, batch: net(batch).LEFT_BEHIND, **BY)
     with pytest.raises(StepError, match="from an enclosing scope"):
         planner.step(lambda net, batch: max(net(batch), key=lambda y: (y * LEFT_BEHIND).sum()), **BY)
+
+
+class _Pair(NamedTuple):
+    student: nn.Module
+    head: nn.Module
+
+
+@pytest.mark.parametrize("kind", [list, tuple, _Pair._make, lambda pair: dict(enumerate(pair))])
+def test_models_arrive_as_they_are_passed(kind: Callable[[list[nn.Module]], Any]) -> None:
+    arrived: list[Any] = []
+
+    def train_step(models: Any, x: torch.Tensor) -> torch.Tensor:
+        arrived.append(models)
+        return models[1](models[0](x)).sum()
+
+    models = kind([nn.Linear(4, 4), nn.Linear(4, 1)])
+    planner.step(train_step, **BY)(models, torch.ones(2, 4)).backward()
+    assert arrived
+    assert all(type(found) is type(models) and found == models for found in arrived)
 
 
 def test_what_is_no_step_is_refused() -> None:

@@ -1,6 +1,7 @@
 """Modules with a plan: applied, removed, copied, pickled, and called in ways that were not planned."""
 
 import copy
+import gc
 import io
 import pickle
 import warnings
@@ -11,11 +12,12 @@ import torch.nn as nn
 
 import planner
 from planner import PlanWarning
+from planner._torch import modules
 from planner.choices import Encodings
 from planner.runtime.install import PlannedCall, installed_plan
 from planner.verification.measure import measure_peak
 from tests.installed import apply_plan, assert_equal, gpt, gradients_of, plan_for
-from tests.side_by_side import counting_runs, layers, no_plan_warnings
+from tests.side_by_side import Layers, counting_runs, layers, no_plan_warnings
 from tests.small import (
     both_loss,
     classifier,
@@ -68,6 +70,40 @@ def test_remove_undoes_apply() -> None:
     assert installed_plan(model) is None
     assert model._compiled_call_impl is None
     assert planner.remove(model) is model  # nothing to remove is no error
+
+
+def _fails(_call: PlannedCall) -> None:
+    raise planner.PlannerError("no file can be made there")
+
+
+@pytest.mark.graphs
+def test_a_plan_that_cannot_be_put_in_leaves_the_one_before_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args, _ = layers(lambda: Layers(1))
+    plan = planner.plan(model, args, budget="200%", solver="none", backend="graph", regions=["layers.*"])
+    plan.apply(model)
+    model(*args).backward()
+    regions = [modules.installed_call(part) for part in model.layers]
+    assert None not in regions
+    monkeypatch.setattr(PlannedCall, "_set_up", _fails)
+    with pytest.raises(planner.PlannerError, match="no file"):
+        plan.apply(model)
+    assert installed_plan(model) is plan
+    assert [modules.installed_call(part) for part in model.layers] == regions
+
+
+@pytest.mark.graphs
+def test_a_plan_that_cannot_be_put_in_was_replaced_by_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args, _ = layers(lambda: Layers(1))
+    plan = planner.plan(model, args, budget="200%", solver="none", backend="graph")
+    model.compile(backend="eager")
+    monkeypatch.setattr(PlannedCall, "_set_up", _fails)
+    with warnings.catch_warnings(record=True) as caught:
+        with pytest.raises(planner.PlannerError, match="no file") as raised:
+            plan.apply(model)
+        raised.value.__traceback__ = None
+        del raised
+        gc.collect()
+    assert not [w for w in caught if w.category is PlanWarning]
 
 
 def test_a_compiled_call_of_the_users_comes_back() -> None:

@@ -89,6 +89,19 @@ def test_a_step_outlives_an_error_of_the_planners(
     assert_same(ours, left_by(twin, steps((torch.ones(rows, 32),))))
 
 
+@pytest.mark.graphs
+def test_a_step_outlives_an_error_at_one_more_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args, _ = layers(Small)
+    twin = copy.deepcopy(model)
+    planner.plan(model, args, budget="min", solver="sqrt_n", backend="graph").apply(model)
+    model(*args).backward()
+    model.zero_grad()
+    monkeypatch.setattr(read_again, "partition", _broken)
+    with pytest.warns(PlanWarning, match="a part of the forward runs without the plan.*the books are lost"):
+        ours = left_by(model, steps((torch.ones(48, 32),)))
+    assert_same(ours, left_by(twin, steps((torch.ones(48, 32),))))
+
+
 def _never_traced() -> None:
     """Dynamo raises where it comes here."""
 
