@@ -295,6 +295,7 @@ def leave_out_hooks_without_gradients(node: Any, others: Sequence[dict[int, Call
         others: Further dictionaries of hooks, as tensors have them.
     """
     guarded: list[Any] = [hooks for hooks in others if hooks]
+    handles: list[Any] = []  # a leaf's node may outlive this backward
 
     def guard(hooks: Any, arrived: dict[str, bool] | None = None) -> None:
         for key, hook in hooks.items():
@@ -309,13 +310,16 @@ def leave_out_hooks_without_gradients(node: Any, others: Sequence[dict[int, Call
             guarded.append(hooks)
         if hooks := leaf._post_accumulate_grad_hooks:
             arrived: dict[str, bool] = {}
-            accumulating.register_prehook(
+            seen = accumulating.register_prehook(
                 lambda gradients, arrived=arrived: arrived.update(arrived=gradients[0] is not None)
             )
+            handles.append(seen)
             guard(hooks, arrived)
             guarded.append(hooks)
 
     def as_before() -> None:
+        for handle in handles:
+            handle.remove()
         for hooks in guarded:
             for key, hook in hooks.items():
                 if isinstance(hook, _Guard):

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import planner
 from planner._torch import fake
+from planner._torch.autograd import leave_out_hooks_without_gradients, running_node
 
 CALLED: list[torch.Tensor] = []
 HOOKED: list[tuple[Any, ...]] = []
@@ -147,3 +148,16 @@ def test_a_hook_that_is_taken_from_an_output_is_not_called() -> None:
     bias = model.second.bias.grad
     assert bias is not None
     assert torch.equal(bias, torch.full((32,), 48.0))
+
+
+def test_guards_do_not_add_up_on_a_leafs_node_that_something_holds() -> None:
+    """As the reducer of DistributedDataParallel does."""
+    weight = nn.Parameter(torch.ones(2))
+    weight.register_post_accumulate_grad_hook(lambda _: None)
+    held: Any = weight.expand_as(weight).grad_fn
+    hooks = held.next_functions[0][0].register_prehook(lambda _: None).hooks_dict_ref()
+    for _ in range(3):
+        made = weight * 2
+        made.grad_fn.register_prehook(lambda _: leave_out_hooks_without_gradients(running_node(), []))
+        made.sum().backward()
+    assert len(hooks) == 1
