@@ -161,3 +161,29 @@ def test_guards_do_not_add_up_on_a_leafs_node_that_something_holds() -> None:
         made.grad_fn.register_prehook(lambda _: leave_out_hooks_without_gradients(running_node(), []))
         made.sum().backward()
     assert len(hooks) == 1
+
+
+class _Unused(torch.autograd.Function):
+    """Stands for a planned graph: its weight gets no gradient."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x + 0 * weight
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor) -> Any:
+        leave_out_hooks_without_gradients(running_node(), [])
+        return gradients[0], None
+
+
+def test_none_of_several_hooks_after_accumulation_is_called_without_a_gradient() -> None:
+    x, weight, called = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2)), list[int]()
+    for number in range(3):
+        for leaf in (x, weight):
+            leaf.register_post_accumulate_grad_hook(
+                lambda leaf, n=number: called.append((leaf is x) * 10 + n)
+            )
+    for _ in range(2):
+        called.clear()
+        _Unused.apply(x, weight).sum().backward()
+        assert called == [10, 11, 12]
