@@ -256,11 +256,13 @@ def no_saved_tensors_hooks() -> Iterator[None]:
 class _Guard:
     """Takes the place of a hook, and calls it only where a gradient has arrived."""
 
-    def __init__(self, hook: Callable[[Any], Any], arrived: dict[str, bool] | None = None) -> None:
-        self.hook, self._arrived = hook, arrived
+    def __init__(
+        self, hook: Callable[[Any], Any], arrived: dict[int, bool] | None = None, key: int = -1
+    ) -> None:
+        self.hook, self._arrived, self._key = hook, arrived, key
 
     def __call__(self, given: Any) -> Any:
-        if given is None or (self._arrived is not None and not self._arrived.pop("arrived", True)):
+        if given is None or (self._arrived is not None and not self._arrived.pop(self._key, True)):
             return None
         return self.hook(given)
 
@@ -295,10 +297,11 @@ def leave_out_hooks_without_gradients(node: Any, others: Sequence[dict[int, Call
         others: Further dictionaries of hooks, as tensors have them.
     """
     guarded: list[Any] = [hooks for hooks in others if hooks]
+    handles: list[Any] = []  # a leaf's node may outlive this backward
 
-    def guard(hooks: Any, arrived: dict[str, bool] | None = None) -> None:
+    def guard(hooks: Any, arrived: dict[int, bool] | None = None) -> None:
         for key, hook in hooks.items():
-            hooks[key] = _Guard(hook.hook if isinstance(hook, _Guard) else hook, arrived)
+            hooks[key] = _Guard(hook.hook if isinstance(hook, _Guard) else hook, arrived, key)
 
     for hooks in guarded:
         guard(hooks)
@@ -308,14 +311,19 @@ def leave_out_hooks_without_gradients(node: Any, others: Sequence[dict[int, Call
             guard(hooks)
             guarded.append(hooks)
         if hooks := leaf._post_accumulate_grad_hooks:
-            arrived: dict[str, bool] = {}
-            accumulating.register_prehook(
-                lambda gradients, arrived=arrived: arrived.update(arrived=gradients[0] is not None)
+            arrived: dict[int, bool] = {}  # by hook; each takes its own
+            seen = accumulating.register_prehook(
+                lambda gradients, arrived=arrived, hooks=hooks: arrived.update(
+                    dict.fromkeys(hooks, gradients[0] is not None)
+                )
             )
+            handles.append(seen)
             guard(hooks, arrived)
             guarded.append(hooks)
 
     def as_before() -> None:
+        for handle in handles:
+            handle.remove()
         for hooks in guarded:
             for key, hook in hooks.items():
                 if isinstance(hook, _Guard):

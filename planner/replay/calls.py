@@ -127,7 +127,8 @@ def why_not_noted(args: Any, kwargs: Any) -> str | None:
 
     A generator has moved on by then. Memory of a sparse tensor is no operand: nothing keeps it until then.
     """
-    for one in (*args, *(kwargs or {}).values()):
+    given = (*args, *(kwargs or {}).values())
+    for one in (x for value in given for x in (value if isinstance(value, list | tuple) else (value,))):
         if isinstance(one, torch.Generator):
             return "it draws from a generator that it was handed"
         if isinstance(one, torch.Tensor) and one.layout in SPARSE:

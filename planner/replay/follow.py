@@ -21,7 +21,7 @@ from planner._torch.tensors import alias_of, is_wrapper, without_history
 from planner.errors import FreedError, InputsChanged
 from planner.parallel.units import ROOT, Units
 from planner.replay.backward import Backward
-from planner.replay.calls import is_batch_norm, is_counted, operands_of, results_of, users_line
+from planner.replay.calls import is_counted, operands_of, results_of, statistics_of, users_line
 from planner.replay.loaded_program import LoadedProgram
 from planner.replay.noted import geometry_of, view_of
 from planner.replay.slots import Slots
@@ -76,6 +76,9 @@ class FollowedStep:
         self.save = save + 1
         slot = self.saves[save]
         planned = self.loaded.saved_bytes[save]
+        if (planned or slot >= 0) and tensor.layout is not torch.strided:
+            self.slots.strayed = True
+            return as_it_is(tensor)
         if planned and tensor.untyped_storage().nbytes() > planned:
             self.larger = tensor.untyped_storage().nbytes(), planned
         if slot < 0:
@@ -132,7 +135,7 @@ class FollowedStep:
 
     def unplanned_call(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count a call that the plan does not have, and notice its writes."""
-        if operators.writes(func) or is_batch_norm(func):
+        if operators.writes(func) or statistics_of(func, args):
             self.slots.wrote(func, args, kwargs)
         if self.unplanned is None:
             weak_self = weakref.ref(self)

@@ -9,8 +9,6 @@ from torch.overrides import enable_reentrant_dispatch
 
 from planner._torch.tensors import is_wrapper, lazily, storage_number
 from planner.errors import InputsChanged
-from planner.graph.replay.rng import generator_state
-from planner.replay.calls import operands_of
 
 Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype, bool, bool]
 
@@ -110,13 +108,6 @@ def arguments_of(recipe: Recipe, kind: type) -> list[Any]:
         elif type(argument) is list:
             pending += argument
     return found
-
-
-def rng_state(args: Any, kwargs: Any) -> tuple[torch.Tensor, str, int | None]:
-    """The state of the generator that an operator draws from, and the type and index of its device."""
-    tensor = next(operands_of(args, kwargs), None)
-    device = torch.device("cpu") if tensor is None else tensor.device
-    return generator_state(device.type, device.index), device.type, device.index
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from planner._torch.execution.settings import settings
 from planner._torch.tensors import fills_storage
 from planner._torch.versions import version_of
 from planner.errors import FreedError
+from planner.graph.replay.rng import state_before
 from planner.replay import masks
 from planner.replay.calls import (
     can_run_again,
@@ -30,7 +31,7 @@ from planner.replay.calls import (
     written_operands,
 )
 from planner.replay.loaded_program import LoadedProgram
-from planner.replay.noted import Held, InSlot, Recipe, alias, arguments_of, changed_error, rng_state
+from planner.replay.noted import Held, InSlot, Recipe, alias, arguments_of, changed_error
 from planner.replay.program import PlannedCall
 
 
@@ -67,13 +68,17 @@ class Slots:
         writes = operators.writes(func) and not is_batch_norm(func)
         if call.noted and can_run_again(func) and why_not_noted(args, kwargs) is None:
             if draws(func):
-                state = rng_state(args, kwargs)
+                state = state_before(func, args, kwargs)
             operands = iter(call.operands)
             own = (*call.written, *(s for maker, made in call.before if maker in self.recipes for s in made))
             noted = [self._noted(a, operands, own) for a in args]
             named = {k: self._noted(v, operands, own) for k, v in kwargs.items()} if kwargs else kwargs
-            if not writes or self._holds_all_written(call, func, args, kwargs):
-                recipe = Recipe(func, noted, named, state, settings())
+            made = Recipe(func, noted, named, state, settings())
+            # What is made for it alone is written over later: held itself, it could not be read again.
+            read = {view.slot for view in arguments_of(made, InSlot)} if call.before else set[int]()
+            there = all(maker in self.recipes and read.issuperset(alone) for maker, alone in call.before)
+            if there and (not writes or self._holds_all_written(call, func, args, kwargs)):
+                recipe = made
         called = FASTER.get(func, func)
         out = called(*args, **kwargs) if kwargs else called(*args)
         if recipe is not None:
@@ -134,7 +139,7 @@ class Slots:
 
     def can_be_made(self, slot: int) -> bool:
         """Whether a slot's value can be made again: of its bits, or by calls that were all noted."""
-        if slot in self.unpack:
+        if slot in self.unpack and self.tensors.get(self._bits[slot]) is not None:
             return True
         makers = self._makers.get(slot, (-1,))
         return all(maker in self.recipes for maker in makers)
@@ -169,8 +174,8 @@ class Slots:
             self.changed.update(slot for slot, ref in self._refs.items() if ref() is storage)
         for tensor in statistics_of(func, args):  # PyTorch does not count these
             storage = tensor.untyped_storage()
-            for recipe in self.recipes.values():
-                for held in () if is_batch_norm(recipe.func) else arguments_of(recipe, Held):
+            for noted in self.recipes.values():
+                for held in () if is_batch_norm(noted.func) and noted.args[5] else arguments_of(noted, Held):
                     if held.tensor.untyped_storage() is storage:
                         held.version = -1  # reading it again is an error
 

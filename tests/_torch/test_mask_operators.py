@@ -1,6 +1,7 @@
 """Dropout in two steps gives eager's bits; masks come back from their bits as they were."""
 
 import contextlib
+import gc
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 
 import planner
 from planner import PlanWarning
-from planner._torch.execution import bernoulli_draws, mask_operators
+from planner._torch.execution import bernoulli_draws, mask_operators, noise_operators
 from planner._torch.execution.mask_operators import (
     DRAW_MASK,
     MASKED_PRODUCT,
@@ -186,3 +187,12 @@ def test_a_mask_that_does_not_lie_row_by_row_is_kept_whole() -> None:
     found = UNPACK_BITS(packed, mask.shape)
     assert torch.equal(found, mask)
     assert found.stride() == mask.stride()
+
+
+def test_noise_of_a_probability_that_each_step_changes_takes_no_memory_for_good() -> None:
+    packed = noise_operators.pack(torch.ones(8), 1.0)
+    for i in range(100):
+        noise = noise_operators.unpack(packed, 8, torch.float32, 1.0 + i / 100)
+        assert torch.equal(noise, torch.full((8,), 1.0 + i / 100))
+    tables = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.shape == (256, 8)]
+    assert len(tables) <= 64

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import planner
 from planner._torch import fake
+from planner._torch.autograd import leave_out_hooks_without_gradients, running_node
 from planner.errors import FreedError
 from tests.small import both_loss, classifier
 
@@ -151,6 +152,7 @@ def test_a_hook_that_is_taken_from_an_output_is_not_called() -> None:
     assert torch.equal(bias, torch.full((32,), 48.0))
 
 
+<<<<<<< HEAD
 def test_a_backward_that_an_error_ended_decides_nothing_for_the_next() -> None:
     model, (x,), _ = classifier()
     planned = copy.deepcopy(model)
@@ -167,3 +169,42 @@ def test_a_backward_that_an_error_ended_decides_nothing_for_the_next() -> None:
         assert ours.grad is not None
         assert theirs.grad is not None
         assert torch.equal(ours.grad, theirs.grad)
+=======
+def test_guards_do_not_add_up_on_a_leafs_node_that_something_holds() -> None:
+    """As the reducer of DistributedDataParallel does."""
+    weight = nn.Parameter(torch.ones(2))
+    weight.register_post_accumulate_grad_hook(lambda _: None)
+    held: Any = weight.expand_as(weight).grad_fn
+    hooks = held.next_functions[0][0].register_prehook(lambda _: None).hooks_dict_ref()
+    for _ in range(3):
+        made = weight * 2
+        made.grad_fn.register_prehook(lambda _: leave_out_hooks_without_gradients(running_node(), []))
+        made.sum().backward()
+    assert len(hooks) == 1
+
+
+class _Unused(torch.autograd.Function):
+    """Stands for a planned graph: its weight gets no gradient."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x + 0 * weight
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor) -> Any:
+        leave_out_hooks_without_gradients(running_node(), [])
+        return gradients[0], None
+
+
+def test_none_of_several_hooks_after_accumulation_is_called_without_a_gradient() -> None:
+    x, weight, called = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2)), list[int]()
+    for number in range(3):
+        for leaf in (x, weight):
+            leaf.register_post_accumulate_grad_hook(
+                lambda leaf, n=number: called.append((leaf is x) * 10 + n)
+            )
+    for _ in range(2):
+        called.clear()
+        _Unused.apply(x, weight).sum().backward()
+        assert called == [10, 11, 12]
+>>>>>>> mend4

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import planner
+from planner._torch.execution.in_double_precision import InDoublePrecision
 from planner._torch.joint import aot
 from planner.errors import CaptureError, FreedError, PlanMismatch
 from planner.graph.joint_graph import read_joint
@@ -351,6 +352,16 @@ def test_experts_are_judged_in_double_precision() -> None:
     torch.manual_seed(0)
     model, args = Experts(), batch((4, 128))
     check(model, args, in_pieces(prepared(model, args), Split("forward", 4)))
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="experts' products are not in one call")
+def test_experts_products_take_their_offsets_by_position_or_name() -> None:
+    rows, weights = torch.randn(8, 16).double(), torch.randn(2, 16, 4).double()
+    ends = torch.tensor([3, 8], dtype=torch.int32)
+    expected = torch.cat([rows[:3] @ weights[0], rows[3:] @ weights[1]])
+    with InDoublePrecision():
+        assert torch.equal(torch._grouped_mm(rows, weights, ends), expected)
+        assert torch.equal(torch._grouped_mm(rows, weights, offs=ends, out_dtype=None), expected)
 
 
 def test_results_that_are_hardly_anything_are_not_split() -> None:

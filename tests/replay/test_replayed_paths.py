@@ -135,3 +135,47 @@ def test_calls_that_the_plan_has_not_seen_are_told_of_where_they_do_not_fit() ->
         assert _peak(model, x) > plan.predicted.dynamic_peak_bytes
     del model.seen
     assert _same(model, eager, lambda one: one(x).backward())
+
+
+class Sparse(nn.Module):
+    """At one place takes a product with a sparse matrix, which autograd saves, or a sine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.matrix, self.other = torch.eye(32).to_sparse(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+            x = torch.sparse.mm(self.matrix, x) if self.other else x.sin()
+        return x.square().mean()
+
+
+class WritesOver(nn.Module):
+    """Writes over what is made, by one of two paths, a few calls before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(32, 32) for _ in range(3))
+        self.other = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            z = (x @ self.a.weight.t()) * 1.5 if self.other else self.a(x)
+            v = self.b(x).sin().cos()
+            x = self.c(F.silu(z, inplace=True) * v)
+        return x.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore::planner.PlanWarning")
+@pytest.mark.parametrize("build", [Sparse, WritesOver])
+def test_on_another_path_what_cannot_be_read_again_is_kept(build: Any) -> None:
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(32, 32)
+    eager = copy.deepcopy(model)
+    plan = _planned(model, x)
+    assert plan.recomputed_operations
+    plan.apply(model)
+    model.other = eager.other = True
+    assert _same(model, eager, lambda one: one(x).backward())

@@ -86,8 +86,8 @@ class HostPlace:
 
     def _block(self, count: int) -> Block:
         if not self._free[count]:  # those of other shapes would add up from shape to shape
-            self.bytes -= sum(size * len(blocks) for size, blocks in self._free.items())
-            self._free.clear()
+            for size in list(self._free):  # a thread that copies may add one meanwhile
+                self.bytes -= size * len(self._free.pop(size))
         free = self._free[count]
         memory = free.pop() if free else self._mapped(count)
         block = np.frombuffer(memory, np.uint8)

@@ -14,11 +14,17 @@ class InDoublePrecision(TorchFunctionMode):
         if func is getattr(torch, "_grouped_mm", None):
             rows, weights = args[:2]
             if rows.dtype is torch.float64 and (rows.dim(), weights.dim()) == (2, 3):
-                return _by_expert(rows, weights, kwargs["offs"], kwargs.get("bias"))
+                return _by_expert(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _by_expert(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, bias: Any) -> torch.Tensor:
+def _by_expert(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    offs: torch.Tensor,
+    bias: Any = None,
+    out_dtype: Any = None,  # noqa: ARG001
+) -> torch.Tensor:
     """``torch._grouped_mm``: rows up to each of the offsets, times the weight of their group."""
     ends = offs.tolist()
     parts = [rows[begin:end] @ weight for begin, end, weight in zip([0, *ends], ends, weights, strict=False)]

@@ -57,7 +57,7 @@ def unpack(packed: torch.Tensor, count: int, dtype: torch.dtype, nonzero: float)
         nonzero: The value of those that are not zero.
     """
     flat = torch.empty(count, dtype=dtype, device=packed.device)
-    table = _elements_of_bytes(dtype, nonzero, packed.device)
+    table = (_on_cpu if packed.device.type == "cpu" else _on_gpu)(dtype, nonzero, packed.device)
     whole = count // 8
     rows = flat[: 8 * whole].view(-1, 8)
     for start in range(0, whole, _CHUNK // 8):
@@ -68,7 +68,6 @@ def unpack(packed: torch.Tensor, count: int, dtype: torch.dtype, nonzero: float)
     return flat
 
 
-@functools.cache
 def _elements_of_bytes(dtype: torch.dtype, nonzero: float, device: torch.device) -> torch.Tensor:
     """For each of the 256 bytes the eight elements that it stands for."""
     with fake.without_modes():
@@ -77,7 +76,11 @@ def _elements_of_bytes(dtype: torch.dtype, nonzero: float, device: torch.device)
         return (elements if nonzero == 1.0 else elements.mul_(nonzero)).to(device)
 
 
-@functools.cache
+_on_cpu = functools.lru_cache(maxsize=64)(_elements_of_bytes)  # the probability may be another in each step
+_on_gpu = functools.cache(_elements_of_bytes)  # recorded CUDA graphs read these for as long as they live
+
+
+@functools.lru_cache(maxsize=64)
 def noise_of(divisor: float, dtype: torch.dtype) -> float:
     """The value of dropout's noise where it is not zero: one, divided by the probability to keep an element,
     as ``div_`` rounds it."""

@@ -20,8 +20,30 @@ def _precisions() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
         ]
     read: Any = torch._C._get_fp32_precision_getter
     write: Any = torch._C._set_fp32_precision_setter
+
+    def put(kernels: tuple[str, str], precision: str) -> None:
+        write(*kernels, "none")  # what is set for all kernels counts again, now and later
+        if read(*kernels) != precision:
+            write(*kernels, precision)
+
     of_kernels = (("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
-    return [(partial(read, *kernels), partial(write, *kernels)) for kernels in of_kernels]
+    return [(partial(read, *kernels), partial(put, kernels)) for kernels in of_kernels]
+
+
+def _reductions() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    def put(write: Callable[..., object], allowed: Any) -> None:
+        write(*allowed) if isinstance(allowed, tuple) else write(allowed)  # which one depends on the version
+
+    names = (
+        "cublas_allow_fp16_reduced_precision_reduction",
+        "cublas_allow_bf16_reduced_precision_reduction",
+        "cublas_allow_fp16_accumulation",
+        "cpu_allow_fp16_reduced_precision_reduction",
+    )
+    there = [name for name in names if hasattr(torch._C, f"_set_{name}")]
+    return [
+        (getattr(torch._C, f"_get_{name}"), partial(put, getattr(torch._C, f"_set_{name}"))) for name in there
+    ]
 
 
 def _deterministic() -> tuple[bool, bool]:
@@ -44,6 +66,7 @@ _EACH: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
     (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    *_reductions(),
     *_precisions(),
 )
 _READ = tuple(read for read, _ in _EACH)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -46,6 +47,19 @@ def generator_state(devices: str, device_index: int | None) -> torch.Tensor:
     """The state of the default generators of :func:`generator_device`, a byte tensor on the CPU."""
     states = [generator.get_state() for generator in _generators(devices, device_index)]
     return states[0] if len(states) == 1 else torch.cat(states)
+
+
+def state_before(operator: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, str, int | None]:
+    """The state of the generators that a call draws from, and their :func:`generator_device`.
+
+    A call that makes a tensor of sizes alone is told the device (``torch.rand(3, device="cuda")``).
+    """
+    device = (kwargs or {}).get("device")
+    if device is None:
+        leaves = pytree.tree_leaves((args, kwargs))
+        device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
+    drawn = _on_device(operator, device)
+    return generator_state(*drawn), *drawn
 
 
 def run_from_state(
@@ -104,10 +118,13 @@ def generator_device(node: Node) -> tuple[str, int | None]:
         tensors = value if isinstance(value, list | tuple) else [value]
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
-                kind = tensor.device.type
-                both = kind != "cpu" and operators.is_foreign(node.target)
-                return f"{kind}+cpu" if both else kind, tensor.device.index
+                return _on_device(node.target, tensor.device)
     return "cpu", None
+
+
+def _on_device(operator: Any, device: torch.device) -> tuple[str, int | None]:
+    both = device.type != "cpu" and operators.is_foreign(operator)
+    return f"{device.type}+cpu" if both else device.type, device.index
 
 
 def _generators(devices: str, device_index: int | None) -> list[torch.Generator]:

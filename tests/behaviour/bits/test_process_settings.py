@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from planner._torch.execution.settings import default_dtype
+from planner._torch.execution.settings import default_dtype, set_as, settings
 from tests.side_by_side import Layers, assert_same, layers, left_by, peak_of, plan_of, steps
 
 pytestmark = pytest.mark.heavy
@@ -95,6 +95,42 @@ def test_what_a_forward_sets(build: type[Layers]) -> None:
     loop = steps((x,))
     assert_same(left_by(model, loop), left_by(twin, loop))
     assert peak_of(model, (x,)) == plan.predicted.dynamic_peak_bytes
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="it is no setting before 2.9")
+def test_a_precision_for_all_kernels_counts_after_a_re_run_too() -> None:
+    backends: Any = torch.backends
+    before = backends.fp32_precision
+    try:
+        backends.fp32_precision = "ieee"
+        then = settings()
+        backends.fp32_precision = "bf16"
+        now = settings()
+        assert now != then
+        with set_as(then):
+            assert settings() == then
+        assert settings() == now
+        backends.fp32_precision = "ieee"
+        assert settings() == then
+    finally:
+        backends.fp32_precision = before
+        for kernels in ("matmul", "conv"):  # a failure would leave these set
+            torch._C._set_fp32_precision_setter("mkldnn", kernels, "none")
+
+
+@pytest.mark.parametrize("name", ["fp16_reduced_precision_reduction", "fp16_accumulation"])
+def test_how_products_may_be_summed_is_as_in_the_first_run(name: str) -> None:
+    if not hasattr(torch._C, f"_get_cublas_allow_{name}"):
+        pytest.skip("this version has no such setting")
+    products = torch.backends.cuda.matmul
+    then, allowed = settings(), getattr(products, f"allow_{name}")
+    try:
+        setattr(products, f"allow_{name}", not allowed)
+        with set_as(then):
+            assert getattr(products, f"allow_{name}") == allowed
+        assert getattr(products, f"allow_{name}") != allowed
+    finally:
+        setattr(products, f"allow_{name}", allowed)
 
 
 def _recomputed(plan: Any) -> list[str]:
