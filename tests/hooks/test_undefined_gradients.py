@@ -152,7 +152,6 @@ def test_a_hook_that_is_taken_from_an_output_is_not_called() -> None:
     assert torch.equal(bias, torch.full((32,), 48.0))
 
 
-<<<<<<< HEAD
 def test_a_backward_that_an_error_ended_decides_nothing_for_the_next() -> None:
     model, (x,), _ = classifier()
     planned = copy.deepcopy(model)
@@ -169,7 +168,8 @@ def test_a_backward_that_an_error_ended_decides_nothing_for_the_next() -> None:
         assert ours.grad is not None
         assert theirs.grad is not None
         assert torch.equal(ours.grad, theirs.grad)
-=======
+
+
 def test_guards_do_not_add_up_on_a_leafs_node_that_something_holds() -> None:
     """As the reducer of DistributedDataParallel does."""
     weight = nn.Parameter(torch.ones(2))
@@ -207,4 +207,3 @@ def test_none_of_several_hooks_after_accumulation_is_called_without_a_gradient()
         called.clear()
         _Unused.apply(x, weight).sum().backward()
         assert called == [10, 11, 12]
->>>>>>> mend4
