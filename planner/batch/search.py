@@ -24,6 +24,7 @@ from planner.training_step.step import Loss, Step
 from planner.user_plan import Plan
 from solvers import portfolio
 from solvers.effort import Effort
+from solvers.least import least as lowest
 from solvers.model.arrays import Schedule
 from solvers.model.schedule import simulate
 from solvers.model.solution import Solution, Status
@@ -150,7 +151,9 @@ class BatchSearch:
         second = int((self.budget_bytes - fixed) / per_sample)
         second = min(max(second, 2 * start), self.most)
         if second == start:
-            second = start // 2 if start > 1 else start + 1
+            if start == 1:
+                return  # no other batch may be tried
+            second = start // 2
         self.tell(f"batch {second}: capturing", 0.2)
         other = self.steps.capture(second)
         resident = first.footprint.resident.total, other.footprint.resident.total
@@ -357,6 +360,9 @@ class BatchSearch:
         return self._point(low, step.whole_step(solution.schedule), solution.seconds)
 
     def _infeasible(self, step: Sized, solution: Solution) -> InfeasibleBudget:
+        if not solution.feasible and self.solver != portfolio.NAME:
+            # What a solver answers to a budget that it does not meet need not be its least.
+            solution = lowest(find_solver(self.solver), step.graph, time_limit=self.time_limit).infeasible()
         least = step.total_bytes(solution.schedule)
         slow = solution.feasible
         return InfeasibleBudget(

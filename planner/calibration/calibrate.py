@@ -46,14 +46,18 @@ def calibrate(
         DeviceError: There is no such device here.
         PlanFileError: The file cannot be written.
     """
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise DeviceError(f"there is no device {name!r}: expected cuda, cuda:1 or cpu") from None
     here = device if device.type != "cuda" or device.index is not None else torch.device("cuda", _current())
     with contextlib.ExitStack() as around:
         free_before = around.enter_context(free_beside_another(str(here))) if _is_unused(here) else None
         table = find_device(str(here), calibrated=False)
         if path is None:
             path = calibrated_path(table.name)
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):  # the check says what is wrong
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
         check_writable(path)
         around.enter_context(generators_restored())
         measured = measure(here, sizes, free_before)

@@ -145,6 +145,11 @@ def _import_module(name: str) -> ModuleType:
 def _import_file(path: str) -> ModuleType:
     path = os.path.abspath(path)
     stem = os.path.splitext(os.path.basename(path))[0]
+    for name in (stem, f"_built_from_{stem}"):
+        there = sys.modules.get(name)
+        known = getattr(there, "__file__", None)
+        if there is not None and known is not None and os.path.realpath(known) == os.path.realpath(path):
+            return there  # the loss of a file reads the weights of the model of that file
     # Under its own name, unless that would hide, or be taken for, another module.
     name = stem
     if stem in sys.modules or stem in sys.stdlib_module_names or not stem.isidentifier():

@@ -15,7 +15,7 @@ from planner.cli.builder import build
 from planner.cli.options import AsJson, Debug, Reference, StepOptions, with_step_options
 from planner.cli.output import one_line_errors, print_json, say, stdout_for_results
 from planner.cli.progress import shown_progress
-from planner.errors import PlannerError
+from planner.errors import BudgetError, PlannerError
 from planner.planfile.atomic_file import check_writable, replace_atomically
 from planner.planfile.budget import format_bytes, parse_budget
 from planner.report.text import reserved_beforehand
@@ -27,6 +27,10 @@ Settings = Annotated[
         "--settings", metavar="CONF", help="Written as PYTORCH_CUDA_ALLOC_CONF is: expandable_segments:True."
     ),
 ]
+
+
+_SAID_BY_PLANS = ("outputs", "accumulate", "in_flight", "inputs", "offload", "regions", "parallel")
+"""Options of the step that change its memory, and that a plan file holds."""
 
 
 class NoAllocatorError(PlannerError, ValueError):
@@ -62,15 +66,27 @@ def snapshot_command(
         if plan is not None and step.device is None:
             step = replace(step, device=plan.target.device)
         # Imported here, as these import PyTorch: the command line must start without it.
-        from planner.planning.options import PlanOptions
+        from planner.planning.options import OptionError, StepKeywords, options_of, read_options
         from planner.planning.prepare import prepare
         from planner.problem.allocations import planned_allocations
         from planner.runtime.shapes.schedule_at import schedule_at
         from planner.training_step.inputs import read_step
 
+        for name in () if plan is None else _SAID_BY_PLANS:
+            if getattr(step, name) != getattr(StepOptions(), name):
+                option = name.replace("_", "-")
+                raise OptionError(f"--{option} with --plan: expected none, as the plan says it: leave it out")
         with stdout_for_results(), shown_progress() as progress:
             built = build(reference, progress)
-            options = PlanOptions(**step.keywords())
+            options = read_options("snapshot", StepKeywords, step.keywords())
+            if plan is not None:
+                options = replace(
+                    options_of(plan),
+                    loss=options.loss,
+                    device=options.device,
+                    optimizer=options.optimizer,
+                    attention=options.attention,
+                )
             training_step = read_step(
                 built.model, built.args, built.kwargs, options.loss, options.outputs, of="snapshot"
             )
@@ -134,7 +150,7 @@ def replay_command(
     """The bytes that a recorded run would reserve under other settings of the caching allocator."""
     with one_line_errors(debug, as_json):
         recorded_with, instead = AllocatorSettings.parse(conf), AllocatorSettings.parse(other)
-        limit = None if memory is None else parse_budget(memory, 2**40).bytes
+        limit = None if memory is None else _bytes_of(memory)
         run = recorded_run(read_snapshot(path), device)
         before, after = (replay_run(run, settings, limit) for settings in (recorded_with, instead))
         default = replay_run(run, AllocatorSettings())
@@ -171,3 +187,10 @@ def replay_command(
             if found.failed_at is not None:
                 settings_text = tried or "the defaults"
                 say(f"with {settings_text}: out of memory at event {found.failed_at}")
+
+
+def _bytes_of(memory: str) -> int:
+    amount = parse_budget(memory, 2**40)
+    if amount.bytes is None or amount.relative:
+        raise BudgetError(f"--memory {memory}: expected bytes, as 79GiB")
+    return amount.bytes

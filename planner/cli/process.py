@@ -168,9 +168,7 @@ def end(code: int) -> None:
             code = code or WRONG_INPUT
             with contextlib.suppress(OSError):
                 os.write(2, f"error: the result cannot be written: {error.strerror}\n".encode())
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()  # type: ignore[attr-defined]  # waits, and tells idle workers of pools to end
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):
         sys.stdout.flush()

@@ -91,12 +91,12 @@ def _recorded(prepared: Prepared, change: Change, names: Sequence[str]) -> Check
 
 
 def matching_modules(model: torch.nn.Module, patterns: Sequence[str] | str) -> list[str]:
-    """The modules that patterns match; where one is inside another, the outermost.
+    """The modules that patterns match, by one name each; where one is inside another, the outermost.
 
     Raises:
         SelectionError: If a pattern matches none, or none that is called.
     """
-    paths = [path for path, _ in model.named_modules() if path]
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
     found: list[str] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         matching = [path for path in paths if fnmatchcase(path, pattern)]
@@ -112,7 +112,8 @@ def matching_modules(model: torch.nn.Module, patterns: Sequence[str] | str) -> l
             )
         found += called
     outermost = [a for a in found if not any(a.startswith(b + ".") for b in found)]
-    return list(dict.fromkeys(outermost))
+    once = {id(model.get_submodule(path)): path for path in reversed(outermost)}
+    return [path for path in dict.fromkeys(outermost) if path in once.values()]
 
 
 def is_called(module: torch.nn.Module) -> bool:

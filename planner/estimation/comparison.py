@@ -19,7 +19,7 @@ from planner.estimation.estimate import prepared_step
 from planner.estimation.table import Checkpointed
 from planner.planfile.budget import Budget, parse_budget
 from planner.planfile.plan import PlanRecord
-from planner.planning.options import StepKeywords, shows_options
+from planner.planning.options import StepKeywords, check_options, shows_options
 from planner.planning.prepared import Prepared
 from planner.planning.solve import find_solver, plan_prepared
 from planner.progress import Progress, no_report
@@ -71,6 +71,8 @@ def compare(
         BudgetError, SelectionError, CaptureError, InputError: As :func:`planner.plan` does.
     """
     check_model(model)
+    check_options(time_limit=time_limit, progress=progress)
+    solvers, blocks = ([names] if isinstance(names, str) else names for names in (solvers, blocks))
     for name in solvers:
         find_solver(name)
     parse_budget(budget, 2**60)
@@ -79,6 +81,8 @@ def compare(
             "measure runs the step here, in one process, and from no gradients: leave out device, accumulate "
             "and parallel"
         )
+    if measure:
+        options = {**options, "accumulate": False}  # the copies that are measured have no gradients
     report = progress or no_report
     prepared = prepared_step("compare", model, args, kwargs, lambda t, f: report(t, 0.5 * f), options)
     ways = _Rows(prepared, prepared.budget(budget), measure)
@@ -206,7 +210,8 @@ class _Rows:
         except PlannerError:
             raise
         except Exception as error:  # checkpoints and torch.compile may fail where the step itself does not
-            return replace(way, note=f"{type(error).__name__}: {str(error).splitlines()[0][:120]}")
+            first_line = (str(error).splitlines() or [""])[0]
+            return replace(way, note=f"{type(error).__name__}: {first_line[:120]}")
         return replace(way, measured_peak_bytes=self.prepared.resident.total + peak, measured_seconds=seconds)
 
 

@@ -18,11 +18,11 @@ from planner.training_step.inputs import Inputs, check_model
 class Reserving:
     """A hook of a module that reserves the arena before each training step."""
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
+    def __init__(self, arena: Arena, training: bool) -> None:
+        self._arena, self._training = arena, training
 
     def __call__(self, model: torch.nn.Module, _args: Any) -> None:
-        if model.training and torch.is_grad_enabled():
+        if model.training == self._training and torch.is_grad_enabled():
             self._arena.before_step(model)
 
 
@@ -77,5 +77,6 @@ def reserve(
     check_model(model)
     prepared = prepared_step("reserve", model, args, kwargs, progress, options)
     after = prepared.reserving_whole_step
-    handle = model.register_forward_pre_hook(Reserving(Arena.of(after, prepared.resident)))
+    hook = Reserving(Arena.of(after, prepared.resident), prepared.step.in_mode(model))
+    handle = model.register_forward_pre_hook(hook)
     return Reserved(prepared.baseline_whole_step, after, handle)

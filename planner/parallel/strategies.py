@@ -1,7 +1,7 @@
 """The values of ``parallel=``: how a model is trained on many ranks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -156,9 +156,9 @@ def read_parallel(value: Parallel) -> FSDP2 | DDP | None:
     arguments: dict[str, Any] = {"world_size": int(size)}
     for other in others:
         name, _, text = other.strip().partition("=")
-        if name not in _KINDS[kind].__dataclass_fields__ or not text:
-            known = ", ".join(n for n in _KINDS[kind].__dataclass_fields__ if n != "world_size")
-            raise ParallelError(f"parallel={value!r}: {name!r} is not one of {known}")
+        known = [field.name for field in fields(_KINDS[kind]) if field.name != "world_size"]
+        if name not in known or not text:
+            raise ParallelError(f"parallel={value!r}: {name!r} is not one of {', '.join(known)}")
         arguments[name] = (text.strip(),) if name == "kept_gathered" else _read(text)
     return _KINDS[kind](**arguments)
 

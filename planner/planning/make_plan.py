@@ -27,6 +27,7 @@ from planner.planfile.plan import (
     Target,
     TensorRecord,
     Timeline,
+    WholeStep,
 )
 from planner.planfile.schema import shortened
 from planner.planning.cudnn_note import cudnn_note
@@ -98,9 +99,6 @@ def make_plan(
     peak_bytes, step_bytes = timeline.peak_bytes, timeline.step_bytes
     whole = replace(prepared, problem=problem).whole_step(solution.schedule, THOROUGH_EVENTS)
     whole = whole.model_copy(update={"host_bytes": problem.host_bytes})
-    budget_bytes = budget.bytes
-    if budget_bytes is not None and budget.relative:
-        budget_bytes += whole.fragmentation_bytes
     nothing = simulate(prepared.problem.graph, prepared.problem.graph.base_schedule)
     coverage, reached = _coverage(captured)
     forward_steps, nothing_bytes = graph.forward_length, nothing.peak_bytes
@@ -178,7 +176,7 @@ def make_plan(
             regions=list(prepared.regions),
         ),
         target=Target(
-            budget_bytes=budget_bytes,
+            budget_bytes=bound_bytes(budget, whole),
             budget_text=budget.text,
             device=prepared.device.name,
             inputs=prepared.options.inputs,
@@ -291,6 +289,13 @@ def input_records(step: Step) -> list[TensorRecord]:
                 )
             )
     return records
+
+
+def bound_bytes(budget: Budget, whole: WholeStep) -> int | None:
+    """The most bytes of a plan's whole step: a percentage bounds those that are allocated."""
+    if budget.bytes is None:
+        return None
+    return budget.bytes + whole.fragmentation_bytes * budget.relative
 
 
 def _workspace_source(prepared: Prepared) -> str:

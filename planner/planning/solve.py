@@ -22,7 +22,7 @@ from planner.planning.encodings import (
     offers_to_send,
     total_bytes,
 )
-from planner.planning.make_plan import AS_WRITTEN, make_plan
+from planner.planning.make_plan import AS_WRITTEN, bound_bytes, make_plan
 from planner.planning.prepared import Prepared
 from planner.planning.solve_for import solve_for
 from planner.planning.split import Forms, split_hint
@@ -98,12 +98,25 @@ def swept_in_pieces(
         except InfeasibleBudget as error:
             refused.append(error)
             continue
-        if found and found[-1].predicted.seconds < made.predicted.seconds:
-            made = found[-1].model_copy(update={"target": made.target})
+        fitting = [plan for plan in found if _is_within(plan, budget, room)]
+        best = min([made, *fitting], key=lambda plan: plan.predicted.seconds)
+        if best is not made:
+            whole = best.whole_step
+            assert whole is not None
+            bound = {"budget_bytes": bound_bytes(budget, whole)}
+            made = best.model_copy(update={"target": made.target.model_copy(update=bound)})
         found.append(made)
     if not found:
         raise refused[0]
     return found
+
+
+def _is_within(plan: PlanRecord, budget: Budget, room: int | None) -> bool:
+    """Whether a plan for another budget is within this one, which is in bytes."""
+    if room is None or plan.predicted.dynamic_peak_bytes > room:
+        return False
+    whole, most = plan.whole_step, budget.bytes
+    return budget.relative or (whole is not None and most is not None and whole.total_bytes <= most)
 
 
 def _bound(prepared: Prepared, wanted: Budget) -> float:

@@ -78,7 +78,7 @@ def solve_many(
             plain[i] = better(plain[i], followed(prepared, sending, answer), room)
         plain[i] = bounded(prepared, plain[i], room) if offers else plain[i]
     if offer is None or not dropping:
-        return _monotone(plain, room_of)
+        return _monotone(prepared, wanted, plain, room_of)
     answers = _solutions(
         prepared,
         offer,
@@ -91,29 +91,38 @@ def solve_many(
     for i, answer in zip(dropping, answers, strict=True):
         without = replace(plain[i], bound_covers="schedules that pack no masks")
         plain[i] = better(without, followed(prepared, offer, answer), room_of[i])
-    return _monotone(plain, room_of)
+    return _monotone(prepared, wanted, plain, room_of)
 
 
-def _monotone(found: list[Solved], room_of: list[int | None]) -> list[Solved]:
-    """Replace answers that are slower than the answer for a smaller budget.
+def _monotone(
+    prepared: Prepared, wanted: Sequence[Budget], found: list[Solved], room_of: list[int | None]
+) -> list[Solved]:
+    """Replace answers that are slower than the answer for a smaller budget, where that holds theirs.
 
     A budget without bytes has no room (None). Its answer counts as one for as many bytes as its peak.
     """
     answers = list(found)
-    fastest: Solved | None = None
+    fastest = list[Solved]()  # the answers so far, the fastest and latest first
     bytes_of = [found[i].solution.peak_bytes if room is None else room for i, room in enumerate(room_of)]
     for room, i in sorted((room, i) for i, room in enumerate(bytes_of)):
-        if fastest is not None and room_of[i] is not None:
-            answers[i] = better(answers[i], replace(fastest, bound_covers=answers[i].bound_covers), room)
-            if answers[i].problem is fastest.problem and answers[i].solution is fastest.solution:
+        known = (solved for solved in fastest if _holds(prepared, wanted[i], solved))
+        if room_of[i] is not None and (other := next(known, None)) is not None:
+            answers[i] = better(answers[i], replace(other, bound_covers=answers[i].bound_covers), room)
+            if answers[i].problem is other.problem and answers[i].solution is other.solution:
                 # Its bound is for the smaller budget; more memory may allow a faster schedule.
-                known = replace(fastest.solution, bound_seconds=None, status=Status.FEASIBLE)
-                answers[i] = replace(answers[i], solution=known)
-        if answers[i].solution.feasible and (
-            fastest is None or answers[i].solution.seconds <= fastest.solution.seconds
-        ):
-            fastest = answers[i]
+                solution = replace(other.solution, bound_seconds=None, status=Status.FEASIBLE)
+                answers[i] = replace(answers[i], solution=solution)
+        if answers[i].solution.feasible:
+            fastest = sorted([answers[i], *fastest], key=lambda solved: solved.solution.seconds)
     return answers
+
+
+def _holds(prepared: Prepared, budget: Budget, solved: Solved) -> bool:
+    """Whether a schedule's whole step holds a budget in bytes with all that a GPU's allocator reserves."""
+    if budget.bytes is None or budget.relative or prepared.device.kind != "cuda":
+        return True
+    step = replace(prepared, problem=solved.problem)
+    return step.whole_step(solved.solution.schedule).total_bytes <= budget.bytes
 
 
 def _solutions(

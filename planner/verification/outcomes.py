@@ -119,12 +119,12 @@ class Spread:
 def distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
     """The most that two elements are apart.
 
-    It is infinite where shapes differ, where NaNs or infinities are in other places, and between booleans
-    that differ.
+    It is infinite where shapes, types or layouts differ, where NaNs or infinities are in other places, and
+    between booleans that differ.
     """
     if same(a, b, 0.0):
         return 0.0
-    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype or a.dtype is torch.bool:
+    if a is None or b is None or _kind(a) != _kind(b) or a.dtype is torch.bool:
         return math.inf
     a, b = (_wide(t) for t in (a, b))
     most = float((a - b).abs().max())
@@ -140,7 +140,7 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None, tolerance: float) -> bo
     """Whether two tensors are equal, NaNs in the same places included, or ten times `tolerance` apart."""
     if a is None or b is None:
         return a is b
-    if a.shape != b.shape or a.dtype != b.dtype:
+    if _kind(a) != _kind(b):
         return False
     if a.layout is not torch.strided:
         a, b = a.to_dense(), b.to_dense()
@@ -157,12 +157,18 @@ def difference(a: torch.Tensor | None, b: torch.Tensor | None) -> str:
     if a is None or b is None:
         kinds = ["None" if t is None else "a tensor" for t in (a, b)]
         return f"{kinds[0]} without the plan, {kinds[1]} with it"
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return f"{tuple(a.shape)} {a.dtype} without the plan, {tuple(b.shape)} {b.dtype} with it"
+    if _kind(a) != _kind(b):
+        return f"{_kind(a)} without the plan, {_kind(b)} with it"
     a, b = (_wide(t) for t in (a, b))
     apart = (a - b).abs().nan_to_num(math.inf)
     apart[(a == b) | (a.isnan() & b.isnan())] = 0.0
     return f"{int((apart > 0).sum()):,} of {a.numel():,} elements, by at most {float(apart.max()):.3g}"
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """The shape, type and, where it is not dense, layout: optimizers treat sparse gradients differently."""
+    layout = "" if tensor.layout is torch.strided else f", {str(tensor.layout).removeprefix('torch.')}"
+    return f"{tuple(tensor.shape)} {tensor.dtype}{layout}"
 
 
 def _wide(tensor: torch.Tensor) -> Any:

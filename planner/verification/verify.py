@@ -39,10 +39,11 @@ class Report:
     Attributes:
         loss_equal, gradients_equal, buffers_equal, rng_equal: Whether the planned step left the same as the
             unplanned one. Weights with hooks count among the gradients: a hook may step an optimizer.
-        exact: Whether equality was bit for bit. Where PyTorch itself is not deterministic, on CUDA,
-            differences are compared with those between unplanned steps; a tensor that differs more must be
-            equal bit for bit under deterministic kernels. With a plan that Inductor runs, the distance from
-            the step in double precision is compared: it may be twice that of an unplanned step.
+        exact: Whether equality was bit for bit; zeros of either sign are equal. Where PyTorch itself is not
+            deterministic, on CUDA, differences are compared with those between unplanned steps; a tensor that
+            differs more must be equal bit for bit under deterministic kernels. With a plan that Inductor
+            runs, the distance from the step in double precision is compared: it may be twice that of an
+            unplanned step.
         measured_dynamic_peak_bytes, predicted_dynamic_peak_bytes: Those of the planned step.
         baseline_measured_dynamic_peak_bytes, baseline_predicted_dynamic_peak_bytes: Those of the unplanned
             step.
@@ -101,7 +102,8 @@ def verify(
     repeats: int = 3,
     progress: Progress | None = None,
 ) -> Report:
-    """Run the unplanned and the planned step from the same state and compare everything.
+    """Run the unplanned and the planned step from the same state; compare losses, gradients and buffers, the
+    states of random generators, and peaks.
 
     Args:
         model: The module, planned or not. It is left as it was: parameters, gradients, buffers, attributes,

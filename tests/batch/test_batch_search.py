@@ -167,3 +167,30 @@ def test_what_does_not_depend_on_the_batch_is_found_out_once(monkeypatch: pytest
     assert first.footprint.optimizer.state_bytes >= 2 * 4 * (8 * 4 + 4)
     assert first.footprint.optimizer == second.footprint.optimizer
     assert second.footprint.resident.input_bytes > first.footprint.resident.input_bytes
+
+
+def test_no_batch_above_the_most_is_tried() -> None:
+    asked = []
+
+    def one(size: int) -> tuple[torch.Tensor]:
+        asked.append(size)
+        return (torch.ones(size, 32),)
+
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+    assert planner.max_batch(model, one, "1MiB", most=1, loss=torch.sum).batch == 1
+    assert set(asked) == {1}
+
+
+def test_one_sample_needs_the_least_that_its_solver_reaches() -> None:
+    def make(size: int) -> tuple[torch.Tensor]:
+        return (torch.ones(500 * size, 8),)
+
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Sigmoid(), torch.nn.Tanh()) for _ in range(4))
+    )
+    given: dict[str, Any] = {"budget": "60KiB", "solver": "lower_sets", "loss": torch.sum}
+    with pytest.raises(planner.InfeasibleBudget) as alone:
+        planner.plan(model, make(1), encodings="none", **given)
+    with pytest.raises(planner.InfeasibleBudget) as searched:
+        planner.max_batch(model, make, max_overhead=None, **given)
+    assert searched.value.minimum_bytes == alone.value.minimum_bytes

@@ -19,6 +19,7 @@ from planner.cli.calibrate_command import described
 from planner.cli.commands import app
 from planner.costs.devices import DeviceError, find_device, load_device, same_processor
 from planner.costs.roofline import roofline
+from planner.errors import PlanFileError
 
 MEASURED = Measured(
     bandwidth=3e12,
@@ -61,6 +62,19 @@ def test_without_a_gpu_that_is_an_error(tmp_path: Path) -> None:
         assert result.exit_code == 2
         assert "no CUDA device is here" in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_wrong_is_told_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(DeviceError, match="'cudax': expected"):
+        calibrate("cudax")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(
+        "planner.calibration.calibrate.calibrated_path", lambda _: str(tmp_path / "file" / "a" / "x.json")
+    )
+    with pytest.raises(PlanFileError):
+        calibrate("cpu", sizes=SMALL)
 
 
 def test_another_process_sees_what_this_one_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import planner
+from planner.cli.builder import load_reference
 from planner.cli.commands import app
 from planner.planfile.plan import plan_schema
 from planner.user_plan import Plan
@@ -109,6 +110,16 @@ def test_builders_are_found_in_files_and_modules(builders: Path, calls: list[Sim
     assert absolute.exit_code == 0
     assert calls[0].kwargs["x"].shape == (64, 32)
     assert calls[-1].loss.__name__ == "mean"
+
+
+def test_a_file_that_holds_a_model_and_its_loss_runs_once(builders: Path) -> None:
+    (builders / "both.py").write_text(
+        "model = object()\ndef build(): return model\ndef loss(): return model\n"
+    )
+    (builders / "own-name.py").write_text((builders / "both.py").read_text())
+    for name in ("both.py", "own-name.py"):
+        made, loss = (load_reference(f"{name}:{what}") for what in ("build", "loss"))
+        assert made() is loss()
 
 
 @pytest.mark.parametrize(

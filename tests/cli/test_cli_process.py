@@ -60,7 +60,7 @@ def _shell(script: str, cwd: Path, **more: str) -> "subprocess.CompletedProcess[
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=80,
         check=False,
     )
 
@@ -163,7 +163,10 @@ def _on_a_terminal(columns: int, cwd: Path, *arguments: str) -> tuple[str, int]:
 def test_the_end_runs_what_was_registered_for_it(tmp_path: Path) -> None:
     script = (
         "import atexit, sys, threading, time\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
         "from planner.cli import process\n"
+        "pool = ThreadPoolExecutor(1)\n"  # its idle worker ends when it is told to
+        "pool.submit(abs, 1).result()\n"
         "atexit.register(print, 'registered')\n"
         "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
         "process.run(lambda: sys.exit(3))\n"
@@ -175,6 +178,7 @@ def test_the_end_runs_what_was_registered_for_it(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
+        timeout=60,
     )
     assert (done.returncode, done.stdout, done.stderr) == (3, "thread\nregistered\n", "")
 
@@ -197,7 +201,7 @@ def _interrupted_at(moment: str, cwd: Path) -> tuple[str, int]:
         if line.startswith(moment):
             break
     process.send_signal(signal.SIGINT)
-    return process.communicate(timeout=600)[1], process.returncode
+    return process.communicate(timeout=80)[1], process.returncode
 
 
 @pytest.mark.heavy

@@ -60,6 +60,8 @@ def test_the_text_says_what_the_objects_do(text: str, read: object) -> None:
         ("fsdp2:8,kept_gathered=norm+", r"kept_gathered=\('norm\+',\): expected names of regions"),
         ("ddp:8,bucket_cap_mb=0", "bucket_cap_mb=0: expected a number of megabytes"),
         ("ddp:8,gradient_as_bucket_view=3", "gradient_as_bucket_view=3: expected True or False"),
+        ("fsdp2:8,kind=ddp", "'kind' is not one of reshard_after_forward, .*, kept_gathered$"),
+        ("ddp:8,world_size=4", "'world_size' is not one of bucket_cap_mb, gradient_as_bucket_view$"),
         (8, "parallel=8: expected"),
     ],
 )

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import planner
 from planner.cli.commands import app
 from planner.errors import CaptureError, PlanWarning
+from planner.estimation.checkpointed import matching_modules
 from planner.estimation.table import _label
 from planner.problem.selection import SelectionError
 from planner.training_step.inputs import InputError
@@ -157,6 +158,15 @@ def test_what_cannot_run_twice_is_not_suggested_and_an_error_says_so() -> None:
     assert found[-1].dynamic_peak_bytes == _measured(_wrapped(model, list(found[-1].modules)), args, {})
     with pytest.raises(CaptureError, match=r"with torch\.utils\.checkpoint around layers\.1: .*use_cache"):
         planner.estimate(_Cached(), args, checkpoints=["layers.1"])
+
+
+def test_a_module_of_two_names_has_either() -> None:
+    model = nn.Module()
+    model.a = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model.b = model.a
+    assert matching_modules(model, ["b"]) == ["b"]
+    assert matching_modules(model, ["*"]) == ["a"]
+    assert matching_modules(model, ["b", "a"]) == ["b"]
 
 
 def test_names_that_match_nothing_are_refused_before_the_long_work() -> None:

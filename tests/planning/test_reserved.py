@@ -13,14 +13,18 @@ from planner.allocator.caching_allocator import CachingAllocator
 from planner.allocator.training_loop import Allocations, TrainingLoop, reservation, run
 from planner.costs.devices import find_device
 from planner.planfile.budget import Budget
+from planner.planning.encodings import Solved
 from planner.planning.options import PlanOptions
 from planner.planning.prepare import prepare
 from planner.planning.prepared import Prepared
-from planner.planning.solve import plan_prepared
+from planner.planning.solve import plan_prepared, room_bytes
+from planner.planning.solve_many import _monotone, solve_many
 from planner.planning.within_budget import within_budget
 from planner.problem.allocations import planned_allocations
+from planner.progress import no_report
 from planner.training_step.step import Step
 from planner.user_plan import Plan
+from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph
 from solvers.model.schedule import simulate
 from solvers.model.solution import Solution, Status
@@ -120,6 +124,42 @@ def test_a_percentage_bounds_what_is_allocated(prepared: Prepared) -> None:
     shown = Plan.of(plan).summary()
     assert "reserved, expandable segments" in shown
     assert Plan.loads(plan.dumps()).whole_step == whole
+
+
+def test_a_plan_that_runs_as_written_has_its_own_bytes_for_a_percentage() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6))), torch.randn(600, 1024)
+    given = {"loss": mean_square, "device": "A100-80GB", "accumulate": True, "backend": "eager"}
+    plan = planner.plan(model, (x,), budget="100%", **given)  # type: ignore[arg-type]
+    assert plan.as_written
+    assert plan.whole_step is not None
+    assert plan.target.budget_bytes == plan.whole_step.total_bytes
+
+
+def test_a_schedule_for_a_percentage_is_no_answer_to_bytes_that_it_does_not_hold(prepared: Prepared) -> None:
+    def solved(budget: str) -> Solved:
+        (found,) = solve_many(
+            prepared,
+            [prepared.budget(budget)],
+            constraints=lambda graph: Constraints(),
+            known=(),
+            time_limit=5,
+            progress=no_report,
+        )
+        return found
+
+    def total(found: Solved) -> int:
+        return replace(prepared, problem=found.problem).whole_step(found.solution.schedule).total_bytes
+
+    share, least = solved("60%"), solved("min")
+    budgets = [prepared.budget(b) for b in (total(least), "60%", total(share) - MIB)]
+    rooms = [room_bytes(budget, prepared) for budget in budgets]
+    assert share.solution.peak_bytes <= (rooms[2] or 0)
+    refused = replace(share, solution=share.solution.infeasible())
+    answers = _monotone(prepared, budgets, [least, share, refused], rooms)
+    assert answers[:2] == [least, share]
+    assert answers[2].solution.feasible
+    assert total(answers[2]) == total(least)
 
 
 def test_on_the_cpu_nothing_is_reserved() -> None:

@@ -646,6 +646,28 @@ def test_sweeps_and_largest_batches_in_pieces() -> None:
     check(model, sized(largest.batch), largest.plan)
 
 
+class Blocks(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        parts = [torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)] * 2
+        self.parts, self.head = torch.nn.Sequential(*parts), torch.nn.Linear(64, 2048)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(x + self.parts(x)), labels)
+
+
+def test_a_faster_plan_that_takes_more_is_no_answer_to_another_budget() -> None:
+    args = torch.randn(1024, 64), torch.randint(0, 2048, (1024,))
+    budgets, given = ["min@0.5%", "25%", "min"], {"outputs": "dropped", "costs": "roofline"}
+    swept = planner.sweep(Blocks(), args, budgets=budgets, split="loss", **given)  # type: ignore[arg-type]
+    by_budget = {plan.target.budget_text: plan for plan in swept}
+    quick, share, least = (by_budget[budget] for budget in budgets)
+    assert share.target.budget_bytes is not None
+    assert least.predicted.peak_bytes <= share.predicted.peak_bytes <= share.target.budget_bytes
+    assert share.target.budget_bytes < quick.predicted.peak_bytes
+    assert Plan.loads(share.dumps()) == share
+
+
 def test_six_steps_of_adamw_stay_as_near_as_sums_in_another_order() -> None:
     torch.manual_seed(0)
     model, (ids, labels) = LanguageModel(), batch((4, 64))

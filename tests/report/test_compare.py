@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.nn as nn
 from typer.testing import CliRunner
 
@@ -12,6 +14,7 @@ from planner.cli.commands import app
 from planner.estimation import comparison
 from planner.estimation.comparison import ComparisonError, block_names
 from planner.planfile.budget import format_bytes
+from planner.planning.options import OptionError
 from planner.planning.solve import SolverError
 from planner.report.difference import difference, different_modules
 from planner.report.figure import draw_frontier
@@ -101,6 +104,21 @@ def test_what_is_predicted_is_what_is_measured(monkeypatch: pytest.MonkeyPatch) 
     assert all((weights[name] == value).all() for name, value in model.state_dict().items())
 
 
+def test_gradients_that_are_there_count_as_they_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> tuple[int, float]:
+        raise AssertionError
+
+    monkeypatch.setattr(comparison, "RATIOS", ())
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    args = (torch.randn(4, 64),)
+    model(*args).sum().backward()
+    given: dict[str, Any] = {"budget": "100%", "solvers": "none", "measure": True, "loss": torch.sum}
+    row = planner.compare(model, args, **given).ways[0]
+    assert row.measured_peak_bytes == row.peak_bytes
+    monkeypatch.setattr(comparison, "_measure", failing)
+    assert planner.compare(model, args, blocks="0", **given).ways[0].note == "AssertionError: "
+
+
 def test_what_cannot_be_compared_is_refused_before_the_long_work() -> None:
     model, args, kwargs = small_gpt()
     with pytest.raises(SolverError, match="magic"):
@@ -109,6 +127,10 @@ def test_what_cannot_be_compared_is_refused_before_the_long_work() -> None:
         planner.compare(model, args, kwargs, budget="60%", measure=True, device="A100-80GB")
     with pytest.raises(planner.BudgetError):
         planner.compare(model, args, kwargs, budget="much")
+    with pytest.raises(OptionError, match="time_limit=nan"):
+        planner.compare(model, args, kwargs, budget="60%", time_limit=float("nan"))
+    with pytest.raises(OptionError, match="progress=5"):
+        planner.compare(model, args, kwargs, budget="60%", progress=5)  # type: ignore[arg-type]
 
 
 def test_a_sweep_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -432,6 +432,12 @@ def test_reserving_for_an_unplanned_step(monkeypatch: pytest.MonkeyPatch) -> Non
     reserved.remove()
     model.train()(x)
     assert len(looked) == 2
+    evaluated = planner.reserve(model, (x,), loss=mean_square, device="V100-32GB", training=False)
+    model(x)
+    assert len(looked) == 2
+    model.eval()(x)
+    assert len(looked) == 3
+    evaluated.remove()
     assert "reserved beforehand" in str(planner.estimate(model, (x,), loss=mean_square, device="V100-32GB"))
     small = planner.reserve(nn.Linear(2, 2), (torch.ones(2, 2),), loss=mean_square)
     assert str(small) == "nothing is reserved beforehand"

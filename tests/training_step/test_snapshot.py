@@ -175,6 +175,9 @@ def test_a_recorded_run_from_a_terminal(tmp_path: Path) -> None:
     assert answer["arena_reserved_bytes"] <= answer["default_reserved_bytes"] == plain
     short = CliRunner().invoke(app, ["replay", str(path), "--memory", "40MiB"])
     assert "out of memory at event" in short.stdout
+    for share in ("min", "50%"):
+        refused = CliRunner().invoke(app, ["replay", str(path), "--memory", share])
+        assert (refused.exit_code, "expected bytes" in refused.stderr) == (2, True)
 
 
 def test_a_recorded_run_is_told_of_segments_reserved_beforehand(tmp_path: Path) -> None:
@@ -200,11 +203,12 @@ def total(output: torch.Tensor) -> torch.Tensor:
     return output.sum()
 
 
-def test_a_plan_from_a_terminal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_the_plan", [{}, {"backend": "replay", "outputs": "dropped"}])
+def test_a_plan_from_a_terminal(of_the_plan: dict[str, Any], tmp_path: Path) -> None:
     model, args = build()
     path = str(tmp_path / "plan.json")
     options: dict[str, Any] = {"loss": total, "device": "A100-80GB", "optimizer": "adamw", "solver": "sqrt_n"}
-    plan = planner.plan(model, args, budget="min", **options)
+    plan = planner.plan(model, args, budget="min", **options, **of_the_plan)
     plan.save(path)
     common = [f"{__file__}:build", "--loss", f"{__file__}:total", "--optimizer", "adamw", "--json"]
     assert plan.whole_step is not None
@@ -219,6 +223,11 @@ def test_a_plan_from_a_terminal(tmp_path: Path) -> None:
     shown = json.loads(CliRunner().invoke(app, ["show", path, "--json"]).stdout)
     assert shown["reserved_bytes"] == plan.whole_step.reserved_bytes
     assert shown["total_bytes"] == plan.whole_step.total_bytes
-    refused = CliRunner().invoke(app, ["snapshot", *common, "-o", str(tmp_path / "out.json")])
-    assert refused.exit_code == 2
-    assert "name a GPU" in refused.stderr
+    for wrong, message in (
+        ([], "name a GPU"),
+        (["--in-flight", "0"], "in_flight=0: expected"),
+        (["--plan", path, "--outputs", "dropped"], "--outputs with --plan"),
+    ):
+        refused = CliRunner().invoke(app, ["snapshot", *common, *wrong, "-o", str(tmp_path / "out.json")])
+        assert refused.exit_code == 2
+        assert message in refused.stderr

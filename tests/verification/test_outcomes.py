@@ -55,6 +55,16 @@ def test_buffers_that_are_no_floats_can_differ(dtype: torch.dtype) -> None:
     assert "1 of 3 elements" in difference(a, b)
 
 
+def test_dense_and_sparse_gradients_are_not_the_same() -> None:
+    dense, sparse = torch.eye(2), torch.eye(2).to_sparse()
+    for a, b in ((dense, sparse), (sparse, dense)):
+        assert not same(a, b, 1.0)
+        assert distance(a, b) == INF
+    assert difference(dense, sparse) == (
+        "(2, 2) torch.float32 without the plan, (2, 2) torch.float32, sparse_coo with it"
+    )
+
+
 def test_differences_tell_of_nans() -> None:
     assert difference(torch.tensor([NAN, 1.0]), torch.tensor([NAN, NAN])) == "1 of 2 elements, by at most inf"
 
