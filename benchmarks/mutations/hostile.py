@@ -354,7 +354,7 @@ HOSTILE = [
         (
             Change(
                 "planner/planfile/atomic_file.py",
-                "        if _is_of_others(shown):\n",
+                "        if _is_link_of_others(shown):\n",
                 "        if not shown:\n",
             ),
         ),
