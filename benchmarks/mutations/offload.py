@@ -62,7 +62,7 @@ OFFLOAD = [
         "files-do-not-add-up",
         "Files of other shapes are let go of.",
         "They are kept for as long as the planned module lives.",
-        (Change(_PLACE, "            for size in list(self._free):", "            for size in ():"),),
+        (Change(_PLACE, "for size in list(self._free):", "for size in ():"),),
         (f"{_TESTS}::test_files_of_other_shapes_do_not_add_up",),
     ),
     Mutation(

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from planner._torch import operators
+from planner._torch.tensors import call_tensors
 from planner.graph.in_place import OnCopy, operator_in_place
 from planner.graph.replay_rule import ReplayRule, ReplayState, Take
 
@@ -56,8 +56,7 @@ def state_before(operator: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, s
     """
     device = (kwargs or {}).get("device")
     if device is None:
-        leaves = pytree.tree_leaves((args, kwargs))
-        device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
+        device = next((operand.device for operand in call_tensors((args, kwargs))), torch.device("cpu"))
     drawn = _on_device(operator, device)
     return generator_state(*drawn), *drawn
 
