@@ -179,7 +179,7 @@ IN_PLACE = [
         (
             Change(
                 "planner/problem/selection.py",
-                "    again += [v for v in overwritten if v not in set(of_collectives)]\n",
+                "    again += sorted(set(overwritten).difference(of_collectives))\n",
                 "",
             ),
         ),

@@ -110,7 +110,7 @@ RANKS = [
         (
             Change(
                 "planner/problem/selection.py",
-                "    kept += [v for v in of_collectives if v not in set(again)]\n",
+                "    kept += sorted(set(of_collectives).difference(again))\n",
                 "",
             ),
         ),

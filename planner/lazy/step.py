@@ -227,7 +227,7 @@ def _identity(value: Any) -> Any:
         return id(value)
     if isinstance(value, Mapping):
         return tuple((name, id(model)) for name, model in value.items())
-    return tuple(map(id, value))
+    return type(value), *map(id, value)
 
 
 def _numbered(value: Any, numbers: Mapping[int, int]) -> Any:
