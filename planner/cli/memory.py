@@ -74,7 +74,7 @@ def snapshot_command(
 
         for name in () if plan is None else _SAID_BY_PLANS:
             if getattr(step, name) != getattr(StepOptions(), name):
-                option = name.replace("_", "-")
+                option = name.replace("_", "-").replace("regions", "region")
                 raise OptionError(f"--{option} with --plan: expected none, as the plan says it: leave it out")
         with stdout_for_results(), shown_progress() as progress:
             built = build(reference, progress)

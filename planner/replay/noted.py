@@ -49,8 +49,7 @@ class Held:
         # counter: so for a view of a leaf the leaf's counter is asked.
         self.owner = self.tensor = tensor
         if tensor.grad_fn is not None:
-            base = tensor._base
-            if base is not None and base.grad_fn is None:
+            if (base := tensor._base) is not None and base.grad_fn is None:
                 self.owner, self.tensor = base, tensor.detach()
             else:
                 self.owner = self.tensor = alias(tensor)
