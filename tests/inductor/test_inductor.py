@@ -371,7 +371,7 @@ def test_it_runs_inside_of_compiled_code(again: tuple[Net, torch.Tensor, planner
 def test_a_kept_plan_is_for_its_backend(again: tuple[Net, torch.Tensor, planner.Plan]) -> None:
     model, x, plan = again
     step = Step((x,), {}, training=True)
-    assert "backend inductor, now eager" in mismatch(plan, model, step, "1GiB", {})
+    assert "backend inductor, now auto" in mismatch(plan, model, step, "1GiB", {})
     options = {"max_fusion_size": 1}
     assert "max_fusion_size" in mismatch(
         plan, model, step, "1GiB", {"backend": "inductor", "backend_options": options}

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 import planner
 from planner import Plan
 from planner.lazy.cached import made_of
+from planner.planfile.budget import Budget
 from planner.planfile.simulated import simulated
 from planner.planning import solve
 from planner.planning.encodings import Solved
@@ -147,7 +149,10 @@ def test_the_least_peak_is_an_answer_to_larger_budgets_of_a_sweep() -> None:
         Solved(Solution("auto", Status.FEASIBLE, nothing, peak, seconds, 0.0), nothing)
         for peak, seconds in ((150, 6.0), (100, 5.0), (180, 4.0))
     ]
-    answers = _monotone(found, [160, None, 200])
+    on_cpu: Any = SimpleNamespace(device=SimpleNamespace(kind="cpu"))
+    answers = _monotone(
+        on_cpu, [Budget(peak, str(peak)) for peak in (160, 100, 200)], found, [160, None, 200]
+    )
     assert [answer.solution.seconds for answer in answers] == [5.0, 5.0, 4.0]
     assert answers[0].solution.peak_bytes == 100
 

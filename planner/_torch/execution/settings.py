@@ -20,14 +20,12 @@ def _precisions() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
         ]
     read: Any = torch._C._get_fp32_precision_getter
     write: Any = torch._C._set_fp32_precision_setter
-
-    def put(kernels: tuple[str, str], precision: str) -> None:
-        write(*kernels, "none")  # what is set for all kernels counts again, now and later
-        if read(*kernels) != precision:
-            write(*kernels, precision)
-
-    of_kernels = (("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
-    return [(partial(read, *kernels), partial(put, kernels)) for kernels in of_kernels]
+    # What is set for all kernels comes first: those that follow it need no setting of their own then.
+    kernels = (
+        *(("generic", "all"), ("cuda", "all"), ("mkldnn", "all")),
+        *(("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul"), ("mkldnn", "conv")),
+    )
+    return [(partial(read, *one), partial(write, *one)) for one in kernels]
 
 
 def _reductions() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
@@ -80,17 +78,16 @@ def settings() -> tuple[Any, ...]:
 @contextlib.contextmanager
 def set_as(wanted: tuple[Any, ...]) -> Iterator[None]:
     """A context with the settings that :func:`settings` returned before."""
-    now = settings()
-    changed = [
-        (write, then, is_) for (_, write), then, is_ in zip(_EACH, wanted, now, strict=True) if then != is_
-    ]
+    changed: list[tuple[Callable[[Any], object], Any]] = []
     try:
-        for write, then, _ in changed:
-            write(then)
+        for (read, write), then in zip(_EACH, wanted, strict=True):
+            if (now := read()) != then:
+                changed.append((write, now))
+                write(then)
         yield
     finally:
-        for write, _, is_ in changed:
-            write(is_)
+        for write, before in reversed(changed):
+            write(before)
 
 
 @contextlib.contextmanager
