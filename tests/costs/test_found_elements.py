@@ -12,6 +12,8 @@ from planner.training_step.call import Call, sizes_by_data
 from planner.verification.measure import measure_peak
 from tests.side_by_side import AfterALayer, exact_plan_of
 
+pytestmark = pytest.mark.heavy
+
 aten = torch.ops.aten
 X = torch.linspace(-3, 3, 4000).sin().view(500, 8)
 ROWS, ELEMENTS = X[:, 0] < 0.3, X > 0.3

@@ -19,6 +19,8 @@ from planner.planning.options import options_of
 from planner.user_plan import Plan
 from solvers.registry import SOLVERS
 
+pytestmark = pytest.mark.heavy
+
 Tensor = torch.Tensor
 
 
@@ -154,7 +156,6 @@ def test_the_error_names_what_changed_the_plan_and_the_remedy(
         gradients(model, x, change)
 
 
-@pytest.mark.heavy
 def test_copies_are_predicted_to_the_byte(plans: dict[str, Plan]) -> None:
     model, x = build()
     plan = plans["overwritten"]
@@ -165,7 +166,6 @@ def test_copies_are_predicted_to_the_byte(plans: dict[str, Plan]) -> None:
 
 
 @pytest.mark.graphs
-@pytest.mark.heavy
 def test_views_random_numbers_statistics_and_parts() -> None:
     torch.manual_seed(0)
     model, args = ReadsViews(), (torch.randn(4, 32), torch.rand(4, 32) > 0.5)
@@ -216,7 +216,6 @@ def test_files_and_copies_of_a_plan_remember(plans: dict[str, Plan], tmp_path: P
     assert options_of(plans["overwritten"]).loss is squares
 
 
-@pytest.mark.heavy
 def test_another_shape_is_planned_with_copies_too(plans: dict[str, Plan]) -> None:
     (model, _), (plain, _) = build(), build()
     plans["overwritten"].apply(model, on_new_shape="replan")

@@ -8,6 +8,8 @@ import torch.nn as nn
 
 import planner
 
+pytestmark = pytest.mark.heavy
+
 backward = torch.ops.aten.native_batch_norm_backward.default
 
 

@@ -10,6 +10,8 @@ from benchmarks import as_users_train, users
 from benchmarks.as_users_train import differences, markdown, measure, verdict
 from benchmarks.users.training import PROGRAMS, Training
 
+pytestmark = pytest.mark.heavy
+
 OPTIONS = {"budget": "70%", "solver": "sqrt_n", "costs": "roofline"}
 QUICK = ("deeponet", "vq_vae")
 HEAVY = ("maml", "gaussian_splats")
@@ -27,7 +29,6 @@ def test_a_program_trains_by_plans_as_without(name: str) -> None:
     _check(name)
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("name", HEAVY)
 def test_a_larger_program_trains_by_plans_as_without(name: str) -> None:
     _check(name)

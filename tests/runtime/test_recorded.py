@@ -24,6 +24,8 @@ from planner.report.text import as_text
 from planner.runtime import recorded, recorded_graph
 from planner.user_plan import Plan
 
+pytestmark = pytest.mark.heavy
+
 Tensor = torch.Tensor
 
 
@@ -145,7 +147,6 @@ def says(text: str) -> Any:
 # ---- what runs as recorded ----
 
 
-@pytest.mark.heavy
 def test_programs_of_inductor_run_as_recorded(recorders: list[StandIn]) -> None:
     """``torch.compile(mode="reduce-overhead")`` sets the same option."""
     assert torch._inductor.list_mode_options("reduce-overhead") == {CUDA_GRAPHS: True}

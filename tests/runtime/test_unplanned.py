@@ -26,6 +26,8 @@ from tests.side_by_side import (
     plan_of,
 )
 
+pytestmark = pytest.mark.heavy
+
 
 class Two(Layers):
     """Two residual layers."""
@@ -144,7 +146,6 @@ def test_calling_forward_itself(plan: Plan) -> None:
     assert "not model.forward(x)" in text
 
 
-@pytest.mark.heavy
 def test_nothing_is_said_where_there_is_nothing_to_say(plan: Plan) -> None:
     model, args = _built()
     plan.apply(model)

@@ -21,6 +21,8 @@ from planner.errors import BudgetError, CaptureError
 from planner.training_step.inputs import InputError, read_inputs, read_step
 from planner.training_step.step import Step
 
+pytestmark = pytest.mark.heavy
+
 X, Y = torch.randn(6, 4), torch.randn(6, 4)
 
 
@@ -80,7 +82,6 @@ def test_a_packed_sequence_is_one_argument_and_a_mapping_in_a_tuple_too() -> Non
     assert _read(({"x": X},), model=OfOne()).args == ({"x": X},)
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("entry", ["plan", "sweep", "auto_checkpoint", "verify", "max_batch"])
 def test_every_entry_reads_them(entry: str) -> None:
     model = Net()
