@@ -148,10 +148,8 @@ class _Run:
         if self._copies:
             instead = {id(held.tensor): held.again() for held in self._copies}
             args, kwargs = pytree.tree_map(lambda x: instead.get(id(x), x), (args, kwargs))
-        states, python = (
-            GeneratorStates.now(self._generators),
-            PythonState(self._modules, self._others, objects=True),
-        )
+        states = GeneratorStates.now(self._generators)
+        python = PythonState(self._modules, self._others, objects=True)
         try:
             self._states.restore()
             self._python.restore()
@@ -199,23 +197,20 @@ class _Held:
         """Whether it was written to. Where there is a copy, writes that no version counts are found too.
 
         Kernels write running statistics uncounted. Comparing would wait for a GPU, so there a small copy
-        counts as one of a tensor that was written to.
+        counts as one of a tensor that was written to, unless ``guess`` is off.
         """
         if self.tensor is None:
             return False
         if writes(self.tensor) != self._writes:
             return True
-        if (
-            self.saved is None
-            or self.saved.is_meta
-            or self.saved.is_nested
-            or self.saved.layout is not torch.strided
-        ):
+        if self.saved is None or self.saved.is_meta or self.saved.is_nested:
+            return False
+        if self.saved.layout is not torch.strided:
             return False
         if guess and self.saved.device.type != "cpu" and self.saved.nbytes <= _SMALL_BYTES:
             return not self._needs_gradient
         now, then = self.tensor.detach(), self.saved
-        return not bool(((now == then) | ((now != now) & (then != then))).all())
+        return not (torch.equal(now, then) or ((now == then) | (now.isnan() & then.isnan())).all())
 
     def again(self) -> torch.Tensor:
         """The tensor as it was, for the block to write to; no leaf, as a leaf that trains refuses writes."""

@@ -29,8 +29,12 @@ Settings = Annotated[
 ]
 
 
-_SAID_BY_PLANS = ("outputs", "accumulate", "in_flight", "inputs", "offload", "regions", "parallel")
-"""Options of the step that change its memory, and that a plan file holds."""
+_SAID_BY_PLANS = {
+    **{name: name for name in ("outputs", "accumulate", "inputs", "offload", "parallel")},
+    "in_flight": "in-flight",
+    "regions": "region",
+}
+"""Options of the step that change its memory, and that a plan file holds; each with its name here."""
 
 
 class NoAllocatorError(PlannerError, ValueError):
@@ -72,9 +76,8 @@ def snapshot_command(
         from planner.runtime.shapes.schedule_at import schedule_at
         from planner.training_step.inputs import read_step
 
-        for name in () if plan is None else _SAID_BY_PLANS:
+        for name, option in () if plan is None else _SAID_BY_PLANS.items():
             if getattr(step, name) != getattr(StepOptions(), name):
-                option = name.replace("_", "-").replace("regions", "region")
                 raise OptionError(f"--{option} with --plan: expected none, as the plan says it: leave it out")
         with stdout_for_results(), shown_progress() as progress:
             built = build(reference, progress)

@@ -112,8 +112,10 @@ def matching_modules(model: torch.nn.Module, patterns: Sequence[str] | str) -> l
             )
         found += called
     outermost = [a for a in found if not any(a.startswith(b + ".") for b in found)]
-    once = {id(model.get_submodule(path)): path for path in reversed(outermost)}
-    return [path for path in dict.fromkeys(outermost) if path in once.values()]
+    named = dict[int, str]()
+    for path in outermost:
+        named.setdefault(id(model.get_submodule(path)), path)
+    return list(named.values())
 
 
 def is_called(module: torch.nn.Module) -> bool:
