@@ -254,7 +254,8 @@ def differentiable_outputs(output: Any) -> list[torch.Tensor]:
 
 
 def backward_begins_at(output: Any) -> list[torch.Tensor]:
-    """The same, or the loss of an output that is an object with a ``loss``, which nothing takes apart."""
+    """The differentiable tensors in an output; the loss where it is an object with a ``loss``, which nothing
+    takes apart."""
     found = differentiable_outputs(output)
     loss = None if found else find_loss(output)
     return found if loss is None else [loss]
