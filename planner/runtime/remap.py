@@ -68,7 +68,7 @@ def _remap(record: GraphRecord, joint: JointGraph, place: Callable[[str], str]) 
     found = [(op.name, place(op.module)) for op in joint.ops]
     forward = _matched(known[: record.forward_length], found[:split])
     backward = _matched(known[record.forward_length :], found[split:])
-    packed = {forward[i] for i in record.packed if i in forward and _may_be_kept(joint, forward[i])}
+    packed = {forward[i] for i in record.packed if i in forward and _may_be_kept(record, joint, forward[i])}
     rerun = {forward[i] for i in record.recomputed if i in forward}
     rerun = {i for i in rerun if i in packed or joint.ops[i].recomputable}
     packed &= rerun
@@ -261,7 +261,7 @@ def matches(record: GraphRecord, joint: JointGraph) -> bool:
         same_operations(record, joint)
         and reruns_what_may_run(record, joint)
         and all(
-            _may_be_kept(joint, index) or relu_before(joint, joint.ops[index]) is not None
+            _may_be_kept(record, joint, index) or relu_before(joint, joint.ops[index]) is not None
             for index in record.packed
         )
     )
@@ -272,9 +272,10 @@ def reruns_what_may_run(record: GraphRecord, joint: JointGraph) -> bool:
     return all(joint.ops[index].recomputable for index in set(record.recomputed).difference(record.packed))
 
 
-def _may_be_kept(joint: JointGraph, index: int) -> bool:
-    """Whether what an operation makes can be kept as bits, or on the host."""
-    return is_mask(joint.ops[index].node) or sent_node(joint, joint.ops[index]) is not None
+def _may_be_kept(record: GraphRecord, joint: JointGraph, index: int) -> bool:
+    """Whether what an operation makes can be kept as bits, or on the host if the plan keeps results there."""
+    op = joint.ops[index]
+    return is_mask(op.node) or (bool(record.completed) and sent_node(joint, op) is not None)
 
 
 def total_bytes(joint: JointGraph) -> int:

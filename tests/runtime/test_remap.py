@@ -1,9 +1,13 @@
 """Following a plan on a graph that is not the planned one."""
 
+import copy
+import json
+
 import pytest
 import torch
 import torch.nn as nn
 
+import planner
 from planner.capture.capture import capture
 from planner.errors import PlanWarning
 from planner.graph.joint_graph import JointGraph
@@ -91,3 +95,34 @@ def test_a_model_that_was_converted_after_it_was_planned_is_said_to_be() -> None
         model(args[0].double()).backward()
     assert why_grown(plan, Layers(2)).startswith("its parameters or buffers have other names, shapes")
     assert why_grown(plan, Layers()) == "something else in the model sets sizes"
+
+
+class _Scaled(nn.Module):
+    """Multiplies by what is no mask, of as many bits as one in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.linear(x) * (x.abs() * 3).to(torch.uint8)).square().mean()
+
+
+@pytest.mark.heavy
+def test_what_is_no_mask_is_not_kept_as_bits_whatever_the_file_says() -> None:
+    model, x = _Scaled(), torch.randn(64, 64)
+    plan = planner.plan(copy.deepcopy(model), (x,), backend="graph", budget="100%", costs="roofline")
+    data = json.loads(plan.dumps())
+    (graph,) = data["graphs"]
+    (cast,) = (i for i, op in enumerate(graph["ops"]) if op["name"] == "aten._to_copy.default")
+    graph["packed"], graph["backward"] = [cast], [cast, *graph["backward"]]
+    planned = Plan.loads(json.dumps(data)).apply(copy.deepcopy(model))
+    with pytest.warns(PlanWarning, match="into other operations than when the plan was made"):
+        planned(x).backward()
+    model(x).backward()
+    assert all(
+        torch.equal(a.grad, b.grad) for a, b in zip(planned.parameters(), model.parameters(), strict=True)
+    )  # type: ignore[arg-type]
+    graph["completed"] = [cast]
+    with pytest.raises(planner.PlanFileError, match=r"graphs\[0\].completed: nothing is kept on the host"):
+        Plan.loads(json.dumps(data))
