@@ -216,6 +216,10 @@ class PlanRecord(Record):
         if self.coverage == "one-graph" and len(self.graphs) != 1:
             raise InconsistentError(f"there are {len(self.graphs)} where the coverage is one-graph", "graphs")
         self._check_size()
+        if self.target.offload == "none":
+            for index, graph in enumerate(self.graphs):
+                if any(program.completed for program in (graph, *graph.other_programs)):
+                    raise InconsistentError("nothing is kept on the host", "graphs", index, "completed")
         if not math.isfinite(self.overhead):
             message = f"{self.predicted.seconds} is too much beside no_recompute.seconds"
             raise InconsistentError(message, "predicted", "seconds")
