@@ -193,11 +193,7 @@ class _ProgramMaker:
 
     def _makers(self) -> tuple[dict[int, int], dict[int, list[int]]]:
         """By value, the position of the call that makes it, and those of the calls that write over it."""
-        maker: dict[int, int] = {}
-        for position, values in enumerate(self.results):
-            for value in values:
-                if value >= 0:
-                    maker.setdefault(value, position)
+        maker = {value: p for p, values in enumerate(self.results) for value in values if value >= 0}
         writers: dict[int, list[int]] = {}
         for position, values in enumerate(self.written):
             for value in values:
@@ -257,7 +253,11 @@ class _ProgramMaker:
         """The calls that run right before a re-run: they make values that the forward writes over later."""
         own, found = set(self.results[position]), dict[int, list[int]]()
         for value in dict.fromkeys(self.operands[position]):
-            if value not in own and max(self.writers.get(value, ()), default=-1) > position:
+            writers = self.writers.get(value, ())
+            if value not in own and max(writers, default=-1) > position:
+                if position not in writers and min(writers) < position:
+                    between = f"call {position} runs again and reads value {value} between two writes"
+                    raise PlanFileError(f"plan: replay: {between}")
                 found.setdefault(self.maker[value], []).append(value)
         return tuple((maker, tuple(values)) for maker, values in sorted(found.items()))
 
@@ -354,10 +354,7 @@ class _ProgramMaker:
             if step not in trigger or (program.saves[trigger[step]] < 0 <= program.saves[save]):
                 trigger[step] = save
         entries = sorted(step for step in trigger if step >= 0)
-        made_at = {
-            (value, start): i
-            for i, (value, start) in enumerate(zip(self.value_of, self.start_of, strict=True))
-        }
+        made_at = {key: i for i, key in enumerate(zip(self.value_of, self.start_of, strict=True))}
         last_run = {
             call: step
             for step, position in self.reruns

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import warnings
 import weakref
 from collections.abc import Callable
@@ -366,3 +367,31 @@ class Experts(nn.Module):
 def test_tables_that_are_written_from_what_is_made_later() -> None:
     torch.manual_seed(0)
     verified(Experts(), torch.randn(64, 16), apart=256)
+
+
+class Twice(nn.Module):
+    """Writes a result, reads it, and does so with another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            y.add_(1)
+            y = torch.relu(y) * torch.sigmoid(y)
+            y.mul_(0.5)
+            x = torch.sin(y) + x
+        return x.square().mean()
+
+
+def test_a_file_by_which_a_call_writes_another_value_than_it_does_is_refused() -> None:
+    """What is read between two writes cannot be made again by the call that made it alone."""
+    model = Twice()
+    data = json.loads(plan_of(model, torch.randn(32, 16)).dumps())
+    first, second = data["replay"]["written"][:2]
+    assert first < second
+    data["replay"]["written"][1] = first
+    with pytest.raises(planner.PlanFileError, match=f"reads value {first} between two writes"):
+        planner.Plan.loads(json.dumps(data)).apply(model)
