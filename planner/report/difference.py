@@ -3,7 +3,8 @@
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -32,27 +33,26 @@ class DifferentModule:
 
     module: str
     count: int
-    """How many modules this is: bytes and seconds are of each."""
+    """How many modules this is: bytes are of each, seconds on average."""
     first: Treatment
     second: Treatment
 
 
 def different_modules(first: PlanRecord, second: PlanRecord) -> list[DifferentModule]:
     """The modules that two plans treat differently, those first whose kept bytes differ most."""
-    before, after = _treatments(first), _treatments(second)
-    alike: Counter[tuple[str, Treatment, Treatment]] = Counter()
-    names: dict[tuple[str, Treatment, Treatment], str] = {}
-    for module in dict.fromkeys([*before, *after]):
-        pair = before.get(module, Treatment()), after.get(module, Treatment())
-        if (pair[0].kept_bytes, pair[0].rerun_ops) == (pair[1].kept_bytes, pair[1].rerun_ops):
-            continue
-        key = (re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", module), *pair)
-        alike[key] += 1
-        names.setdefault(key, module)
-    found = [
-        DifferentModule(key[0] if count > 1 else names[key], count, key[1], key[2])
-        for key, count in alike.items()
-    ]
+    plans = _treatments(first), _treatments(second)
+    alike: dict[object, list[str]] = {}
+    for module in dict.fromkeys([*plans[0], *plans[1]]):
+        # Times are left out: measured ones differ between layers that are treated alike.
+        one, other = ((t.kept_bytes, t.rerun_ops) for t in (of.get(module, Treatment()) for of in plans))
+        if one != other:
+            pattern = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", module)
+            alike.setdefault((pattern, one, other), []).append(module)
+    found = []
+    for modules in alike.values():
+        name = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", modules[0]) if len(modules) > 1 else modules[0]
+        pair = (_mean([of.get(module, Treatment()) for module in modules]) for of in plans)
+        found.append(DifferentModule(name, len(modules), *pair))
     return sorted(found, key=lambda d: -abs(d.first.kept_bytes - d.second.kept_bytes) * d.count)
 
 
@@ -138,18 +138,26 @@ def _facts(first: PlanRecord, second: PlanRecord) -> list[tuple[str, str, str]]:
     ]
 
 
+def _mean(alike: list[Treatment]) -> Treatment:
+    return replace(alike[0], rerun_seconds=fmean(treatment.rerun_seconds for treatment in alike))
+
+
 def _treatments(plan: PlanRecord) -> dict[str, Treatment]:
     kept_bytes: Counter[str] = Counter()
     reruns: Counter[str] = Counter()
     seconds: dict[str, float] = {}
     for graph in (execution for each in plan.graphs for execution in each.by_execution):
-        for op in graph.ops[: graph.forward_length]:
+        forward, packed = graph.ops[: graph.forward_length], set(graph.packed)
+        for index, op in enumerate(forward):
             seconds.setdefault(op.module, 0.0)
+            if index in packed and plan.target.offload == "none":
+                kept_bytes[op.module] += (op.bytes + 7) // 8
         for index in graph.kept:
             kept_bytes[graph.ops[index].module] += graph.ops[index].bytes
-        for index in graph.recomputed:
+        # What is packed is unpacked or fetched, not run again.
+        again = [index for index in graph.backward if index < len(forward) and index not in packed]
+        for index in set(again):
             reruns[graph.ops[index].module] += 1
-        for index in graph.backward:
-            if index < graph.forward_length:
-                seconds[graph.ops[index].module] += graph.ops[index].seconds
+        for index in again:
+            seconds[graph.ops[index].module] += graph.ops[index].seconds
     return {m: Treatment(kept_bytes[m], reruns[m], taken) for m, taken in seconds.items()}

@@ -16,8 +16,9 @@ from planner.estimation.comparison import ComparisonError, block_names
 from planner.planfile.budget import format_bytes
 from planner.planning.options import OptionError
 from planner.planning.solve import SolverError
-from planner.report.difference import difference, different_modules
+from planner.report.difference import Treatment, difference, different_modules
 from planner.report.figure import draw_frontier
+from planner.user_plan import Plan
 from tests.planned import planned_gpt
 from tests.plans import MIB, layered_plan
 from tests.small import small_gpt
@@ -149,3 +150,28 @@ def test_a_sweep_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     refused = CliRunner().invoke(app, ["sweep", f"{builder}:build", "--figure", "frontier.gif"])
     assert refused.exit_code == 2
     assert ".svg" in refused.stderr
+
+
+def test_what_is_unpacked_or_fetched_is_not_run_again() -> None:
+    plan = layered_plan()
+    (graph,) = plan.graphs
+    (op,) = (i for i in graph.recomputed if graph.ops[i].module == "model.layers.2.up")
+    packed = plan.model_copy(update={"graphs": [graph.model_copy(update={"packed": [op]})]})
+    fetched = packed.model_copy(update={"target": plan.target.model_copy(update={"offload": "disk"})})
+    for other, kept in ((packed, MIB // 8), (fetched, 0)):
+        (row,) = different_modules(plan, other)
+        assert (row.module, row.first) == ("model.layers.2.up", Treatment(0, 1, 0.001))
+        assert row.second == Treatment(kept, 0, 0.0)
+
+
+def test_layers_that_are_treated_alike_are_one_line_whatever_their_times() -> None:
+    def timed(kept_layers: int) -> Plan:
+        plan = layered_plan(kept_layers=kept_layers)
+        (graph,) = plan.graphs
+        ops = [op.model_copy(update={"seconds": float(i)}) for i, op in enumerate(graph.ops)]
+        return plan.model_copy(update={"graphs": [graph.model_copy(update={"ops": ops})]})
+
+    found = {row.module: row for row in different_modules(timed(1), timed(3))}
+    row = found["model.layers.*.up"]
+    assert (len(found), row.count) == (6, 2)
+    assert row.first.rerun_seconds == (30 + 38) / 2  # layers 3 and 4
