@@ -18,7 +18,7 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
     flat = not isinstance(value, dict | list) or _is_flat(value)
     if flat:
         line = _line(value)
-        if len(line) + 2 * depth <= _WIDTH or not value or isinstance(value, str):
+        if len(line) + 2 * depth <= _WIDTH or not value or not isinstance(value, dict | list):
             yield line
             return
     outer, inner = "  " * depth, "  " * (depth + 1)

@@ -254,10 +254,13 @@ class PlanRecord(Record):
 
     def _check_step(self, step: StepRecord) -> None:
         lengths = [len(graph.ops) for graph in self.graphs]
-        for position, (graph, op) in enumerate(zip(step.graphs, step.ops, strict=True)):
+        for position, (graph, execution, op) in enumerate(step.places()):
             if graph >= len(lengths):
                 message = f"graph {graph} is not one of the {len(lengths)} in graphs"
                 raise InconsistentError(message, "step", "graphs", position)
+            if graph >= 0 and execution >= (most := len(self.graphs[graph].executions)):
+                message = f"{execution} is not one of the {most} of graph {graph}"
+                raise InconsistentError(message, "step", "executions", position)
             most = lengths[graph] if graph >= 0 else len(step.outside)
             if op >= most:
                 raise InconsistentError(f"{op} is not one of {most}", "step", "ops", position)
@@ -316,9 +319,11 @@ class PlanRecord(Record):
             PlanFileError: names the source, the field that is wrong, and what is wrong with it.
         """
         if isinstance(text, str):
-            text = text.encode()
+            text = text.encode(errors="surrogatepass")  # the JSON reader says what is wrong with these
         if text.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise PlanFileError(f"{source}: it is UTF-16, expected UTF-8: save it as that, or plan again")
+            raise PlanFileError(
+                f"{source}: it is UTF-16 or UTF-32, expected UTF-8: save it as that, or plan again"
+            )
         text = text.removeprefix(b"\xef\xbb\xbf")  # the mark that editors put before UTF-8
         try:
             # Infinities and NaNs are refused by the records, which name the field.

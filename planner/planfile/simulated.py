@@ -104,7 +104,7 @@ def simulated(plan: PlanRecord) -> SimulatedPlan:
         graph = _graph(plan, step)
         schedule = _schedule(plan, step, graph)
         timeline = simulate(graph, schedule)
-    except GraphError as error:
+    except (GraphError, OverflowError) as error:  # bytes that 64 bits do not hold
         raise PlanFileError(f"plan: step: {error}") from None
     if timeline.peak_bytes != plan.predicted.dynamic_peak_bytes:
         raise PlanFileError(

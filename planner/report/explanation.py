@@ -69,7 +69,7 @@ class Explainer:
         rows = self._rows_of(module)
         kept, kept_bytes = self._kept(rows)
         reruns = self._reruns(rows)
-        again = {row for row in rows if row in set(self._base[sim.reruns].tolist())}
+        again = set(rows).intersection(self._base[sim.reruns].tolist())
         room = sim.room_bytes
         keeping = more = None
         chosen: tuple[str, ...] = ()

@@ -11,6 +11,8 @@ from planner.planfile.simulated import simulated
 from solvers.model.schedule import alive_at
 
 _MOST_NAMES = 4
+_DEEPEST = 100
+"""Modules inside one another. What a plan file has below these is one module: each takes a level of calls."""
 
 
 @dataclass
@@ -125,7 +127,7 @@ def _tree(plan: PlanRecord) -> _Node:
         for index, op in enumerate(graph.ops[:forward_length]):
             node = root
             path = [node]
-            for part in filter(None, op.module.split(".")):
+            for part in filter(None, op.module.split(".", _DEEPEST)):
                 node = node.children.setdefault(part, _Node())
                 path.append(node)
             node.recomputed_names[op.name] += runs[index]
@@ -181,7 +183,10 @@ def _numbered(pattern: str, alike: list[str]) -> str:
     if pattern.count("*") != 1 or len(set(alike)) != len(alike):
         return pattern
     place = pattern.split(".").index("*")
-    return pattern.replace("*", f"[{_ranges([int(path.split('.')[place]) for path in alike])}]")
+    numbers = [path.split(".")[place] for path in alike]
+    if not all(map(str.isdecimal, numbers)):  # one of them is a module of that name
+        return pattern
+    return pattern.replace("*", f"[{_ranges([*map(int, numbers)])}]")
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -484,3 +484,12 @@ def test_plans_for_a_gpu_say_what_they_would_take_and_are_not_run_yet() -> None:
     assert made.whole_step.host_bytes > 0
     with pytest.raises(PlannerError, match="is not run yet: plan with"):
         made.apply(model)
+
+
+def test_the_page_of_a_plan_that_fetches_what_its_step_does_not_is_refused(plan: Plan) -> None:
+    record = plan.graphs[0]
+    again = {op for graph, _, op in (plan.step.places()[row] for row in plan.step.replays) if graph == 0}
+    op = next(i for i in range(record.forward_length) if i not in again)
+    changed = record.model_copy(update={"packed": [*record.packed, op]})
+    with pytest.raises(planner.PlanFileError, match=rf"graphs\[0\].packed: operation {op} is not fetched"):
+        page_data(plan.model_copy(update={"graphs": [changed]}))

@@ -334,3 +334,13 @@ def test_a_plan_is_its_record_with_methods_and_is_pickled_by_its_public_name() -
     assert (again, again.made_with) == (plan, None)  # as one that was read from a file
     assert (Plan.__module__, Plan.__qualname__) == ("planner", "Plan")
     assert plan_schema()["title"] == "Plan"
+
+
+def test_numbers_and_characters_that_no_file_of_ours_has() -> None:
+    options = {"x": 10**200}
+    assert Plan.loads(Plan.loads(_changed("target.backend_options", options)).dumps())
+    with pytest.raises(planner.PlanFileError, match="not valid JSON"):
+        Plan.loads("\ud800")
+    for code in ("utf-16", "utf-32"):
+        with pytest.raises(planner.PlanFileError, match="it is UTF-16 or UTF-32, expected UTF-8"):
+            Plan.loads(TEXT.encode(code))

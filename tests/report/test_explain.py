@@ -201,6 +201,15 @@ def test_a_step_that_does_not_give_the_predicted_peak_is_refused() -> None:
     changed = plan.model_copy(update={"step": plan.step.model_copy(update={"value_bytes": sizes})})
     with pytest.raises(PlanFileError, match="changed by hand"):
         explain(changed)
+    pipeline = {"left_bytes": 2**63 - 1, "added_up": [1] * len(plan.step.ops)}
+    changed = plan.model_copy(
+        update={
+            "step": plan.step.model_copy(update=pipeline),
+            "target": plan.target.model_copy(update={"in_flight": 4}),
+        }
+    )
+    with pytest.raises(PlanFileError, match="plan: step: "):
+        explain(changed)
 
 
 @pytest.mark.parametrize(
@@ -211,11 +220,12 @@ def test_a_step_that_does_not_give_the_predicted_peak_is_refused() -> None:
         ("graphs", [7], "graphs"),
         ("made_counts", [1, 2], "entries"),
         ("forward_length", 10**6, "forward_length"),
+        ("executions", [1], r"step.executions\[\d+\]: 1 is not one of the 1 of graph 0"),
     ],
 )
 def test_a_step_that_does_not_fit_together_is_refused(field: str, value: object, words: str) -> None:
     data = planned_gpt().plan.model_dump(mode="json")
-    old = data["step"][field]
+    old = data["step"][field] or [0] * len(data["step"]["ops"])
     changed = value if isinstance(value, int) else [*old[:-1], *value]  # type: ignore[misc]
     with pytest.raises(PlanFileError, match=words):
         Plan.loads(

@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,10 @@ from planner.cli.commands import app
 from planner.errors import PlanFileError
 from planner.planfile.budget import format_bytes
 from planner.planfile.simulated import simulated
-from planner.report.page.data import FrontierError, page_data
+from planner.report.page.data import FrontierError, _groups, page_data
 from planner.report.undroppable import peak_parts
 from planner.user_plan import Plan
+from solvers.model.graph import Phase
 from solvers.model.just_in_time import recompute
 from solvers.model.schedule import alive_at, simulate
 from tests.browser import run_in_browser
@@ -225,3 +227,17 @@ def test_few_bytes_are_left_to_other_modules() -> None:
         if op < data["forward"]:
             area[data["groups"][data["ops"]["group"][op]]] += size * (end - start + 1)
     assert area["other modules"] < 0.2 * area.total()
+
+
+def test_a_step_without_a_forward_has_no_groups_of_modules() -> None:
+    plan = planned_gpt().plan
+    assert plan.step is not None
+    sim = simulated(plan)
+    backward = replace(
+        sim,
+        graph=replace(
+            sim.graph,
+            ops=tuple(replace(op, phase=Phase.BACKWARD, recomputable=False) for op in sim.graph.ops),
+        ),
+    )
+    assert set(_groups(backward)[1]) == {0}

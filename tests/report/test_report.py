@@ -12,7 +12,7 @@ from planner.errors import printable
 from planner.planfile.plan import LiveModule
 from planner.report import figure
 from planner.report.frontier import render_frontier
-from planner.report.modules import module_rows
+from planner.report.modules import folded_holders, folded_names, module_rows
 from planner.report.text import format_seconds, module_table, render, timeline_chart
 from planner.report.verification import render_verification
 from planner.user_plan import Plan
@@ -220,3 +220,15 @@ def test_the_spread_of_the_extra_time_is_reported() -> None:
     few = _Verified(overheads=[0.1])
     assert "+10.0% (one pair of steps" in _text(render_verification(few))
     assert "no time was measured" in _text(render_verification(_Verified(overheads=[])))
+
+
+def test_a_module_may_be_named_by_a_star_and_modules_may_lie_in_a_thousand_others() -> None:
+    assert folded_names(["layers.1", "layers.*"]) == ["layers.*"]
+    plan = layered_plan()
+    holders = [LiveModule(module=f"layers.{name}", bytes=MIB) for name in ("*", "1")]
+    (folded,) = folded_holders(plan.model_copy(update={"peak_holders": holders}), 9)
+    assert folded == LiveModule(module="layers.* x2", bytes=2 * MIB)
+    (graph,) = plan.graphs
+    ops = [op.model_copy(update={"module": ".".join(["1"] * (20 * i + 1))}) for i, op in enumerate(graph.ops)]
+    deep = plan.model_copy(update={"graphs": [graph.model_copy(update={"ops": ops})]})
+    assert sum(row.share.ops for row in module_rows(deep)[:1]) == graph.forward_length

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.errors import PlannerError
+from planner.errors import PlanFileError, PlannerError
 from planner.planfile.budget import format_bytes
 from planner.planfile.plan import PlanRecord
 from planner.planfile.simulated import SimulatedPlan
@@ -120,9 +120,13 @@ def _link(sim: SimulatedPlan) -> list[dict[str, Any]]:
         if of < 0 or op not in packed[of][execution]:
             continue
         again = graph.rerun(base_op(row))
-        (kept,), (fetched,) = graph.ops[again].inputs, graph.ops[again].outputs
-        complete = base_op(int(graph.producer[kept]))
-        (sent,) = graph.ops[complete].inputs
+        try:
+            (kept,), (fetched,) = graph.ops[again].inputs, graph.ops[again].outputs
+            complete = base_op(int(graph.producer[kept]))
+            (sent,) = graph.ops[complete].inputs
+        except ValueError:
+            message = f"operation {op} is not fetched by what `step.replays` says; plan again"
+            raise PlanFileError(f"plan: graphs[{of}].packed: {message}") from None
         found.append({"bytes": graph.values[sent].bytes, "to": [row, complete], "back": []})
         for step in (i for i, other in enumerate(rows) if other == again):
             readers = (i for i in range(step + 1, len(rows)) if fetched in graph.ops[rows[i]].inputs)
@@ -209,7 +213,7 @@ def _groups(sim: SimulatedPlan) -> tuple[list[str], list[int]]:
     largest: list[str] = []
     kinds: list[str] = []
     most = -1
-    for depth in range(max(map(len, modules)), 0, -1):
+    for depth in range(max(map(len, modules), default=0), 0, -1):
         tried = [".".join(module[:depth]) or "(the model)" for module in modules]
         weight: Counter[str] = Counter()
         for kind, size in zip(tried, area.tolist(), strict=False):
