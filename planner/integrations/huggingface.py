@@ -84,7 +84,7 @@ class PlannerCallback(TrainerCallback):
             )
         self._module = module
         self._budget, self._on_new_shape, self._cache, self._options = budget, on_new_shape, cache, options
-        self._own: _OwnCheckpoints | None = None
+        self._own: tuple[_OwnCheckpoints, torch.nn.Module] | None = None
         self._longest = None if max_length is None else Padded(checked_length(max_length))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -92,6 +92,7 @@ class PlannerCallback(TrainerCallback):
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
         libraries = {kind.__module__.partition(".")[0] for kind in type(args).__mro__}
         planned = model if self._module is None else self._module
+        self._switch_on()  # an error may have ended the training before
         options: PlanKeywords = {"outputs": "dropped", **self._options}
         options.setdefault("accumulate", True if args.gradient_accumulation_steps > 1 else None)
         inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
@@ -118,20 +119,25 @@ class PlannerCallback(TrainerCallback):
                 'plan says. To compile it pass PlannerCallback(backend="inductor") and leave torch_compile '
                 "out"
             )
-        self._own = _OwnCheckpoints.switched_off(planned)
-        if self._own is not None:
+        own = _OwnCheckpoints.switched_off(planned)
+        if own is not None:
+            self._own = own, planned
             tell(
                 "the model's own gradient checkpointing is switched off: the plan takes its place, and "
                 "percentages are shares of the step with it"
             )
-        install_lazily(planned, replace(wanted, enlarge=self._longest, as_run=self._own))
+        install_lazily(planned, replace(wanted, enlarge=self._longest, as_run=own))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the plan, and switch the model's own checkpointing on where it was on."""
-        planned = kwargs["model"] if self._module is None else self._module
-        remove(planned)
+        remove(kwargs["model"] if self._module is None else self._module)
+        self._switch_on()
+
+    def _switch_on(self) -> None:
+        """Switch the model's own checkpointing on, where it is off for a plan."""
         if self._own is not None:
-            self._own(planned)
+            own, model = self._own
+            own(model)
             self._own = None
 
 

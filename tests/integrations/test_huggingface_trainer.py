@@ -235,6 +235,10 @@ def test_its_own_checkpoints_come_back_when_training_ends(tmp_path: Path) -> Non
     callback = PlannerCallback("60%")
     model = _began(tmp_path, callback)
     assert not model.is_gradient_checkpointing
+    # An error ended that training: the next one begins with the model's own, as the first did.
+    arguments = _four_steps(TrainingArguments, tmp_path)
+    callback.on_train_begin(arguments, None, None, model=model)
+    assert not model.is_gradient_checkpointing
     callback.on_train_end(None, None, None, model=model)
     assert model.is_gradient_checkpointing
 
