@@ -2,7 +2,8 @@
 
 import hashlib
 from collections.abc import Mapping
-from types import CodeType
+from functools import partial
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -118,12 +119,29 @@ def _amount(budget: int | str) -> Any:
     return read.text if read.bytes is None or read.text.endswith("%") else read.bytes
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, around: tuple[Any, ...] = ()) -> str:
+    """A value in words that other runs use too: without the numbers of tensors and without addresses.
+
+    Args:
+        value: An option, or a part of one.
+        around: The functions that hold it.
+    """
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    if isinstance(value, partial):
+        named = [f"{name}={_shown(part)}" for name, part in value.keywords.items()]
+        return f"partial({', '.join([*map(_shown, (value.func, *value.args)), *named])})"
     if not callable(value):
-        return str(value)
+        return type(value).__name__ if str(value) == object.__repr__(value) else str(value)
     name = str(getattr(value, "__qualname__", type(value).__name__))
     code = getattr(value, "__code__", None)
-    return name if code is None else f"{name} {hashlib.sha256(_read(code).encode()).hexdigest()[:12]}"
+    if code is None:
+        return name
+    cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+    held = [*cells, *(getattr(value, "__defaults__", None) or ())]
+    others = [f for f in held if isinstance(f, FunctionType | partial) and f not in (*around, value)]
+    does = "".join([_read(code), *(_shown(f, (*around, value)) for f in others)])
+    return f"{name} {hashlib.sha256(does.encode()).hexdigest()[:12]}"
 
 
 def _read(code: CodeType) -> str:

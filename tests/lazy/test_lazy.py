@@ -6,6 +6,8 @@ import pickle
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +249,22 @@ def test_all_of_the_options_that_are_given_counts() -> None:
     found = [made_of(model, {"loss": loss})["options"] for loss in losses]
     assert len(set(found)) == 3
     assert found[0] == found[3]
+    around = [lambda x, of=loss: of(x) * 2 for loss in losses]
+    within = [partial(loss) for loss in losses]
+    for held in (around, within, [_called(loss) for loss in losses]):
+        found = [made_of(model, {"loss": loss})["options"] for loss in held]
+        assert len(set(found)) == 3
+        assert found[0] == found[3]
+    weighted, anew, other = (partial(losses[0], weight=torch.randn(n)) for n in (2, 2, 3))
+    found = [made_of(model, {"loss": loss})["options"] for loss in (weighted, anew, other)]
+    assert found[0] == found[1] != found[2]
+
+
+def _called(loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def called(x: Any) -> Any:
+        return loss(x) if x is not None else called(x)
+
+    return called
 
 
 @pytest.mark.heavy
