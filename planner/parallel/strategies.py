@@ -140,7 +140,8 @@ def read_parallel(value: Parallel) -> FSDP2 | DDP | None:
 
     Args:
         value: An instance; or text: "fsdp2:8", "ddp:8", with further arguments by name behind commas, as in
-            "fsdp2:8,param_dtype=bfloat16,reshard_after_forward=false".
+            "fsdp2:8,param_dtype=bfloat16,reshard_after_forward=false". `kept_gathered` is given once for each
+            of its names.
 
     Raises:
         ParallelError: It cannot be read.
@@ -159,7 +160,12 @@ def read_parallel(value: Parallel) -> FSDP2 | DDP | None:
         known = [field.name for field in fields(_KINDS[kind]) if field.name != "world_size"]
         if name not in known or not text:
             raise ParallelError(f"parallel={value!r}: {name!r} is not one of {', '.join(known)}")
-        arguments[name] = (text.strip(),) if name == "kept_gathered" else _read(text)
+        if name == "kept_gathered":
+            arguments[name] = (*arguments.get(name, ()), text.strip())
+        elif name in arguments:
+            raise ParallelError(f"parallel={value!r}: {name!r} is there twice: give it once")
+        else:
+            arguments[name] = _read(text)
     return _KINDS[kind](**arguments)
 
 

@@ -38,6 +38,7 @@ from tests.side_by_side import Layers, layers
             FSDP2(2, no_sync=True, replicas=4),
         ),
         ("fsdp2:2,kept_gathered=norm+head", FSDP2(2, kept_gathered=("norm+head",))),
+        ("fsdp2:2,kept_gathered=norm,kept_gathered=head", FSDP2(2, kept_gathered=("norm", "head"))),
         ("ddp:4,gradient_as_bucket_view=true,bucket_cap_mb=2.5", DDP(4, 2.5, True)),
     ],
 )
@@ -54,6 +55,7 @@ def test_the_text_says_what_the_objects_do(text: str, read: object) -> None:
         ("fsdp2:0", "world_size=0: expected a number of ranks"),
         ("fsdp2:8,reshard_after_forward=3", "a number of ranks that divides world_size=8"),
         ("fsdp2:8,param_dtype=int8", "param_dtype=torch.int8: expected a floating-point dtype"),
+        ("fsdp2:8,no_sync=true,no_sync=false", "'no_sync' is there twice: give it once"),
         ("fsdp2:8,no_sync=2", "no_sync=2: expected True or False"),
         ("fsdp2:8,replicas=0", "replicas=0: expected a number of groups"),
         ("fsdp2:8,kept_gathered=,", "'kept_gathered' is not one of"),
