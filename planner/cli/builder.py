@@ -131,7 +131,9 @@ def _checked_model(reference: str, model: object) -> "nn.Module":
 
 def _import_module(name: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        spec = None if name in sys.modules else importlib.util.find_spec(name)
+        there = None if spec is None or spec.origin is None else _imported(spec.origin)
+        return importlib.import_module(name) if there is None else there
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise BuilderError(
@@ -145,11 +147,8 @@ def _import_module(name: str) -> ModuleType:
 def _import_file(path: str) -> ModuleType:
     path = os.path.abspath(path)
     stem = os.path.splitext(os.path.basename(path))[0]
-    for name in (stem, f"_built_from_{stem}"):
-        there = sys.modules.get(name)
-        known = getattr(there, "__file__", None)
-        if there is not None and known is not None and os.path.realpath(known) == os.path.realpath(path):
-            return there  # the loss of a file reads the weights of the model of that file
+    if (there := _imported(path)) is not None:
+        return there  # the loss of a file reads the weights of the model of that file
     # Under its own name, unless that would hide, or be taken for, another module.
     name = stem
     if stem in sys.modules or stem in sys.stdlib_module_names or not stem.isidentifier():
@@ -166,6 +165,16 @@ def _import_file(path: str) -> ModuleType:
         sys.modules.pop(name, None)
         raise BuilderError(f"importing {path} raised {_summary(error)}") from error
     return module
+
+
+def _imported(path: str) -> ModuleType | None:
+    """The module that was imported from a file, under whatever name."""
+    name, real = os.path.basename(path), os.path.realpath(path)
+    for module in list(sys.modules.values()):
+        known = getattr(module, "__dict__", {}).get("__file__")  # some modules import what they are asked for
+        if isinstance(known, str) and os.path.basename(known) == name and os.path.realpath(known) == real:
+            return module
+    return None
 
 
 def _search(directory: str) -> None:

@@ -28,7 +28,7 @@ def calibrate_command(
     """Measure the GPU that is here; plans for it use the measured figures from then on."""
     with one_line_errors(debug, as_json):
         if not device.replace(" ", "").lower().startswith("cuda"):
-            raise typer.BadParameter(f"--device {device!r}: expected cuda, or cuda:1")
+            raise typer.BadParameter(f"{device!r}: expected cuda, or cuda:1", param_hint="--device")
         from planner.calibration.calibrate import as_file, calibrate  # which imports PyTorch
 
         with stdout_for_results():

@@ -5,6 +5,7 @@ usage or input, 3 no plan fits the budget, 130 interrupted. A reader of stdout t
 does, changes none of them.
 """
 
+import glob
 import json
 import os
 from typing import Annotated, Any
@@ -185,6 +186,8 @@ def sweep_command(
         for made, path in zip(plans, saved, strict=True):
             if path is not None:
                 made.save(path)
+        if output is not None:
+            _tell_of_others(output, len(plans))
         if figure is not None:
             plan_figure.save_frontier(plans, figure)
         if as_json:
@@ -193,6 +196,14 @@ def sweep_command(
         show(render_frontier(plans, width=width()))
         if output is not None:
             say(f"\n{len(plans)} plans written to {output}")
+
+
+def _tell_of_others(folder: str, count: int) -> None:
+    """Say that a folder has plans beside those that a sweep wrote."""
+    there = glob.glob("plan-*.json", root_dir=folder)
+    if others := sorted({*there}.difference(f"plan-{i:02}.json" for i in range(count))):
+        text = f"{folder} has plans of other runs too ({len(others)}), as {others[0]}"
+        say(f"note: {text}: remove them, or write to an empty folder", err=True)
 
 
 @app.command("max-batch")

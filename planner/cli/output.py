@@ -26,7 +26,7 @@ def one_line_errors(debug: bool, as_json: bool = False) -> Iterator[None]:
     try:
         with contextlib.nullcontext() if debug else _without_torch_tracebacks():
             yield
-    except (typer.Exit, typer.Abort, BrokenPipeError):
+    except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
         raise
     except Exception as error:
         if debug:

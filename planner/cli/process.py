@@ -168,8 +168,9 @@ def end(code: int) -> None:
             code = code or WRONG_INPUT
             with contextlib.suppress(OSError):
                 os.write(2, f"error: the result cannot be written: {error.strerror}\n".encode())
-    threading._shutdown()  # type: ignore[attr-defined]  # waits, and tells idle workers of pools to end
-    atexit._run_exitfuncs()
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's code says at its end is no result
+        threading._shutdown()  # type: ignore[attr-defined]  # waits, and tells idle workers of pools to end
+        atexit._run_exitfuncs()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

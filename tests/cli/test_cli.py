@@ -112,13 +112,24 @@ def test_builders_are_found_in_files_and_modules(builders: Path, calls: list[Sim
     assert calls[-1].loss.__name__ == "mean"
 
 
-def test_a_file_that_holds_a_model_and_its_loss_runs_once(builders: Path) -> None:
+def test_a_file_that_holds_a_model_and_its_loss_runs_once(
+    builders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (builders / "both.py").write_text(
         "model = object()\ndef build(): return model\ndef loss(): return model\n"
     )
     (builders / "own-name.py").write_text((builders / "both.py").read_text())
     for name in ("both.py", "own-name.py"):
         made, loss = (load_reference(f"{name}:{what}") for what in ("build", "loss"))
+        assert made() is loss()
+    (builders / "inner").mkdir()
+    for name in ("one", "two"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        (builders / "inner" / f"{name}.py").write_text((builders / "both.py").read_text())
+    for places in (("inner.one", "inner/one.py"), ("inner/two.py", "inner.two")):
+        made, loss = (
+            load_reference(f"{p}:{what}") for p, what in zip(places, ("build", "loss"), strict=True)
+        )
         assert made() is loss()
 
 
@@ -304,11 +315,13 @@ def test_schema(tmp_path: Path) -> None:
         ["plan", "builders:build", "--budget", "60%", "--time-limit", "-1"],
         ["conquer"],
         ["show", "--colour"],
+        ["calibrate", "--device", "tpu"],
     ],
 )
 def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     result = _run(*arguments)
     assert result.exit_code == 2
+    assert "Usage: " in result.output
     assert "Traceback" not in result.output
 
 
@@ -388,8 +401,11 @@ def test_a_plan_of_another_model_is_refused(builders: Path) -> None:
 @pytest.mark.heavy
 def test_a_sweep_prints_a_frontier_and_writes_its_plans(builders: Path) -> None:
     # A sweep's solvers go on until nothing better can be found.
+    (builders / "plans").mkdir()
+    (builders / "plans" / "plan-03.json").write_text("of a run before")
     result = _run("sweep", "builders:build_two_layers", "--points", "3", "-o", "plans", "--json")
     assert result.exit_code == 0, result.output
+    assert "plans has plans of other runs too (1), as plan-03.json: remove them" in result.stderr
     found = json.loads(result.stdout)
     assert len(found) == 3
     assert [Path(row["saved_to"]).name for row in found] == ["plan-00.json", "plan-01.json", "plan-02.json"]

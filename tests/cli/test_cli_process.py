@@ -160,7 +160,7 @@ def _on_a_terminal(columns: int, cwd: Path, *arguments: str) -> tuple[str, int]:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text), process.wait()
 
 
-def test_the_end_runs_what_was_registered_for_it(tmp_path: Path) -> None:
+def test_the_end_runs_what_was_registered_for_it_and_it_is_no_result(tmp_path: Path) -> None:
     script = (
         "import atexit, sys, threading, time\n"
         "from concurrent.futures import ThreadPoolExecutor\n"
@@ -169,7 +169,7 @@ def test_the_end_runs_what_was_registered_for_it(tmp_path: Path) -> None:
         "pool.submit(abs, 1).result()\n"
         "atexit.register(print, 'registered')\n"
         "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
-        "process.run(lambda: sys.exit(3))\n"
+        "process.run(lambda: print('result') or sys.exit(3))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -180,7 +180,7 @@ def test_the_end_runs_what_was_registered_for_it(tmp_path: Path) -> None:
         check=False,
         timeout=60,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (3, "thread\nregistered\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (3, "result\n", "thread\nregistered\n")
 
 
 # ---- Ctrl-C --------------------------------------------------------------------------------------------
