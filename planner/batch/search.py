@@ -366,7 +366,7 @@ class BatchSearch:
         least = step.total_bytes(solution.schedule)
         slow = solution.feasible
         return InfeasibleBudget(
-            f"budget {self.budget_text} is {format_bytes(self.budget_bytes)}, "
+            f"budget {self.budget_text} is {format_bytes(self.budget_bytes)} ({self.budget_bytes:,} bytes), "
             + (
                 f"which one sample meets only at more than {100 * (self._max_overhead or 0):.0f} % extra "
                 "time; max_overhead=None (--max-overhead any) allows that"

@@ -104,7 +104,11 @@ def swept_in_pieces(
             whole = best.whole_step
             assert whole is not None
             bound = {"budget_bytes": bound_bytes(budget, whole)}
-            made = best.model_copy(update={"target": made.target.model_copy(update=bound)})
+            target = made.target.model_copy(update=bound)
+            # Its bound is for the smaller budget; more memory may allow a faster schedule.
+            unbounded = {"status": Status.FEASIBLE.value, "gap": None, "bound_seconds": None}
+            solver = best.solver.model_copy(update=unbounded)
+            made = best.model_copy(update={"target": target, "solver": solver})
         found.append(made)
     if not found:
         raise refused[0]
@@ -419,7 +423,7 @@ def infeasible(
     if budget.relative:  # which bounds what is allocated
         whole = whole.model_copy(update={"fragmentation_bytes": 0})
     return InfeasibleBudget(
-        f"budget {budget.text} is {format_bytes(budget.bytes)}, but {least} "
+        f"budget {budget.text} is {format_bytes(budget.bytes)} ({budget.bytes:,} bytes), but {least} "
         f"is {format_bytes(whole.total_bytes)} ({whole.total_bytes:,} bytes), of which "
         f"{_least_possible(whole, prepared)}{split_hint(prepared)}",
         minimum_bytes=whole.total_bytes,

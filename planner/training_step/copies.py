@@ -337,7 +337,8 @@ def described(doing: str, error: Exception) -> str:
     lines = str(error).strip().splitlines()
     # Dynamo's errors start with their kind and explain themselves further down.
     explained = [line.strip() for line in lines[1:] if line.strip().startswith("Explanation: ")]
-    text = f"{doing} failed: {type(error).__name__}: {'. '.join(lines[:1] + explained[:1])}"
+    said = ". ".join(line.rstrip(". ") for line in lines[:1] + explained[:1])
+    text = f"{doing} failed: {type(error).__name__}: {said}"
     if (line := line_of(error)) is not None:
         text += f", at {line}"
     if "SparseTensor" in text or "SparseCsrTensor" in text:

@@ -22,6 +22,7 @@ from planner.graph.spec import Split, SplitForm, SplitRuns
 from planner.graph.split.pieces import split_where_possible
 from planner.planfile.budget import Budget
 from planner.planfile.plan import PlanRecord
+from planner.planning import solve
 from planner.planning.options import PlanOptions
 from planner.planning.prepare import prepare
 from planner.planning.prepared import Prepared
@@ -668,6 +669,28 @@ def test_a_faster_plan_that_takes_more_is_no_answer_to_another_budget() -> None:
     assert Plan.loads(share.dumps()) == share
 
 
+def test_a_plan_for_fewer_bytes_is_not_said_to_be_the_best_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[Any]()
+
+    class Slower(Forms):
+        def planned(self, *given: Any) -> Any:
+            plan = super().planned(*given)
+            solver = plan.solver.model_copy(update={"status": "optimal", "gap": 0.0, "bound_seconds": 1e-9})
+            seconds = plan.predicted.seconds * (1 + 9 * len(made))
+            predicted = plan.predicted.model_copy(update={"seconds": seconds})
+            made.append(plan.model_copy(update={"solver": solver, "predicted": predicted}))
+            return made[-1]
+
+    monkeypatch.setattr(solve, "Forms", Slower)
+    args = torch.randn(1024, 64), torch.randint(0, 2048, (1024,))
+    budgets: list[int | str] = ["40%", "90%"]
+    swept = planner.sweep(Blocks(), args, budgets=budgets, split="loss", costs="roofline")
+    few, many = sorted(swept, key=lambda plan: budgets.index(plan.target.budget_text))
+    assert (few.solver.status, few.solver.bound_seconds) == ("optimal", 1e-9)
+    assert many.predicted == few.predicted != made[1].predicted
+    assert (many.solver.status, many.solver.gap, many.solver.bound_seconds) == ("feasible", None, None)
+
+
 def test_six_steps_of_adamw_stay_as_near_as_sums_in_another_order() -> None:
     torch.manual_seed(0)
     model, (ids, labels) = LanguageModel(), batch((4, 64))
@@ -707,6 +730,7 @@ def test_a_budget_that_is_too_small_says_the_least_and_min_takes_hardly_more() -
     with pytest.raises(planner.InfeasibleBudget) as error:
         planner.plan(model, args, budget=1000, split="loss", **options())
     minimum = error.value.minimum_bytes
+    assert str(error.value).startswith("budget 1000 is 1000 B (1,000 bytes), but the least that ")
     exactly = planner.plan(model, args, budget=minimum, split="loss", **options())
     assert exactly.predicted.peak_bytes == minimum
     least = planner.plan(model, args, budget="min", split="loss", **options())

@@ -10,6 +10,7 @@ import torch.nn as nn
 
 import planner
 from planner.module_copies import copied_module
+from planner.training_step.copies import described
 
 
 class Generated(nn.Module):
@@ -153,3 +154,10 @@ def test_each_pass_begins_with_what_is_set_on_parameters(decide: bool) -> None:
     model = Once(decide)
     planner.plan(model, torch.randn(4, 8), budget="min", costs="roofline")
     assert all(p.calls == 0 and p.total == [0] for p in model.parameters())  # type: ignore[attr-defined]
+
+
+def test_the_words_of_an_error_end_once() -> None:
+    error = RuntimeError("It cannot be traced.\n  Explanation: It is too strange.\n")
+    assert described("tracing", error) == "tracing failed: RuntimeError: It cannot be traced. " + (
+        "Explanation: It is too strange"
+    )
