@@ -13,6 +13,7 @@ from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner.capture.capture import Most, capture
 from planner.capture.captured_step import CapturedStep, CudaKernels
 from planner.capture.decided_by_data import (
+    FUNCTIONS,
     HOUSEHOLDER,
     PRODUCTS,
     PRODUCTS_INSIDE,
@@ -20,6 +21,7 @@ from planner.capture.decided_by_data import (
     has_householder,
     has_products,
     has_sparse,
+    has_unknown_functions,
 )
 from planner.capture.writes_through_views import slower_by_writes
 from planner.choices import is_recorded
@@ -250,6 +252,8 @@ def _findings(captured: CapturedStep, model: torch.nn.Module, options: PlanOptio
     replaying = options.backend == "replay"
     if options.backend in BY_OPERATORS and has_products(_joints(captured)):
         yield PRODUCTS
+    if has_unknown_functions(_joints(captured)):
+        yield FUNCTIONS
     if isinstance(captured, ReplayedStep) and captured.otherwise_rounded:
         yield PRODUCTS_INSIDE
     if replaying and has_householder(captured.eager):

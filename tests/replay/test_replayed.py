@@ -707,7 +707,7 @@ def test_kinds_as_vectors_are_followed_as_they_are_with_data() -> None:
             self.first, self.last = nn.Linear(5, 32), nn.Linear(32, 32)
 
         def forward(self, kinds: Tensor) -> Tensor:
-            x = torch.tanh(self.first(F.one_hot(kinds, 5).float()))
+            x = torch.tanh(self.first(F.one_hot(input=kinds, num_classes=5).float()))
             return F.gelu(self.last(x)).square().mean()
 
     torch.manual_seed(0)
