@@ -186,7 +186,7 @@ def test_elementwise_results_of_any_strides_of_single_elements_are_laid_out_as_o
     draw, positions = random.Random(0), [*ELEMENTWISE[operator]]
     kinds = [str(argument.type) for argument in operator._schema.arguments]
     whole = "bitwise" in str(operator)
-    for _ in range(40):
+    for _ in range(20):
         sizes = [draw.choice((1, 1, 2, 3)) for _ in range(draw.randint(2, 5))]
         orders = [draw.sample(range(len(sizes)), len(sizes)) for _ in range(draw.randint(1, 2))]
         odd = draw if draw.random() < 0.3 else None
