@@ -45,6 +45,11 @@ FUNCTIONS = (
     "backend='replay'"
 )
 
+PSEUDOINVERSE = (
+    "torch.linalg.pinv of complex numbers is rounded otherwise under the dispatch mode that replays need: "
+    "results differ in the last bits from those without a plan. Where bits matter, plan with backend='graph'"
+)
+
 _SHOWN = 3
 
 
@@ -75,6 +80,14 @@ def has_sparse(recording: Recording, *, compressed: bool = False) -> bool:
 def has_householder(recording: Recording) -> bool:
     """Whether a step computes products of Householder reflections."""
     return any(call.func is aten.linalg_householder_product.default for call in recording.calls)
+
+
+def has_complex_pseudoinverse(recording: Recording) -> bool:
+    """Whether a step inverts complex matrices that need not have an inverse."""
+    return any(
+        call.func is aten.linalg_pinv.atol_rtol_tensor and call.args[0].is_complex()
+        for call in recording.calls
+    )
 
 
 def has_products(joints: Iterable[JointGraph]) -> bool:

@@ -17,7 +17,9 @@ from planner.capture.decided_by_data import (
     HOUSEHOLDER,
     PRODUCTS,
     PRODUCTS_INSIDE,
+    PSEUDOINVERSE,
     SPARSE_TENSORS,
+    has_complex_pseudoinverse,
     has_householder,
     has_products,
     has_sparse,
@@ -258,6 +260,8 @@ def _findings(captured: CapturedStep, model: torch.nn.Module, options: PlanOptio
         yield PRODUCTS_INSIDE
     if replaying and has_householder(captured.eager):
         yield HOUSEHOLDER
+    if replaying and has_complex_pseudoinverse(captured.eager):
+        yield PSEUDOINVERSE
     # Replays are recorded with the data of lists of indices, and what their kernels take is measured.
     if has_sparse(captured.eager, compressed=replaying):
         yield SPARSE_TENSORS

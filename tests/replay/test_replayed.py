@@ -25,7 +25,7 @@ from tests.behaviour.bits.test_process_settings import (
     SetsType,
     SetsTypeForOne,
 )
-from tests.side_by_side import layers
+from tests.side_by_side import layers, no_plan_warnings
 
 pytestmark = [pytest.mark.any_torch, pytest.mark.heavy]
 needs_graphs = pytest.mark.skipif(graphs_are_off() is not None, reason="graphs are off")
@@ -793,3 +793,57 @@ def test_a_backward_that_recording_changes_is_told_of() -> None:
     with pytest.warns(planner.PlanWarning, match="householder_product"):
         plan = _planned(nn.Sequential(layer, nn.GELU()), torch.randn(16, 8))
     assert any("householder_product" in note for note in plan.notes)
+
+
+def test_settings_under_which_kernels_take_more_are_said_once() -> None:
+    torch.manual_seed(0)
+    model, x, threads = Encoder(1, 32), torch.randint(0, 50, (4, 16)), torch.get_num_threads()
+    plan = _planned(model, x)
+    assert plan.created_with["threads"] == str(threads)
+    plan.apply(model)
+    try:
+        torch.set_num_threads(threads + 1)
+        with pytest.warns(planner.PlanWarning, match=rf"threads\(\) is {threads + 1}, and was {threads}"):
+            model(x).backward()
+        with torch.backends.mkldnn.flags(enabled=False):  # type: ignore[no-untyped-call]
+            with pytest.warns(planner.PlanWarning, match=r"mkldnn\.enabled was changed"):
+                model(x)
+            with no_plan_warnings():
+                model(x)
+    finally:
+        torch.set_num_threads(threads)
+
+
+class CallsItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        h = torch.tanh(self.linear(x)).sin()
+        made: Tensor = self(h, depth - 1) if depth else h.square().mean()
+        return made
+
+
+def test_a_module_that_calls_itself_is_followed_as_one() -> None:
+    torch.manual_seed(0)
+    model, x = CallsItself(), torch.randn(64, 16)
+    eager = copy.deepcopy(model)
+    plan = _planned(model, x)
+    assert plan.recomputed_operations
+    plan.apply(model)
+    with no_plan_warnings():
+        assert _same(model, eager, lambda one: one(x).backward())
+
+
+def test_complex_pseudoinverses_are_warned_of() -> None:
+    class Inverting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.pinv(self.weight * x).abs().sum()
+
+    with pytest.warns(planner.PlanWarning, match=r"linalg\.pinv of complex"):
+        _planned(Inverting(), torch.ones(()))

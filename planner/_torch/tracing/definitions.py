@@ -70,6 +70,11 @@ _KERNEL_SWITCHES: dict[str, Callable[[], object]] = {
 _KERNEL_GETTERS = tuple(_KERNEL_SWITCHES.values())
 
 
+def onednn_is_on() -> bool:
+    """Whether operations on a CPU may call oneDNN, whose kernels have scratch memory of their own."""
+    return bool(torch._C._get_mkldnn_enabled())
+
+
 def kernel_switches() -> tuple[object, ...]:
     """The present values of the switches by which operations choose a kernel when they run."""
     return tuple([read() for read in _KERNEL_GETTERS])
