@@ -166,9 +166,10 @@ is measured by the allocator's own events. *autocast* is single precision inside
 """.splitlines()
 
 
-def markdown(rows: dict[str, dict[str, Any]], made: int) -> str:
+def markdown(rows: dict[str, dict[str, Any]], made: int, backend: BackendChoice) -> str:
     """The results as a page of the documentation."""
-    lines = ["# Operators and modules of PyTorch", "", "Made by `make operators`.", *_INTRODUCTION, ""]
+    command = "make operators" if backend == "auto" else f"python benchmarks/operators.py --backend {backend}"
+    lines = ["# Operators and modules of PyTorch", "", f"Made by `{command}`.", *_INTRODUCTION, ""]
     single = [row for name, row in rows.items() if row.get("with", [name])[0] == name]
     every = [result for row in single for result in row.get("results", ()) if "equal" in result]
     lines += [
@@ -272,7 +273,7 @@ def main() -> None:
     if options.out is not None:
         rows = load(options.results)
         kept = {name: rows[name] for some in every.values() for name in some if name in rows}
-        options.out.write_text(markdown(kept, sum(map(len, every.values()))))
+        options.out.write_text(markdown(kept, sum(map(len, every.values())), options.backend))
 
 
 if __name__ == "__main__":

@@ -67,7 +67,8 @@ def notes_of_region(kind: str) -> dict[str, Any] | None:
 
 @functools.cache
 def _empty_parameter(kind: str) -> torch.Tensor:
-    return torch.empty((0, 0), device=kind, requires_grad=True)
+    with torch.inference_mode(False):  # one for all, wherever it is first asked for
+        return torch.empty((0, 0), device=kind, dtype=torch.float32, requires_grad=True)
 
 
 AutocastState = dict[str, tuple[bool, torch.dtype]]

@@ -5,7 +5,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.utils import parametrize
@@ -137,6 +137,8 @@ def after_shallow_copies(copied: Callable[[torch.nn.Module, torch.nn.Module], No
     of_graphs = torch.fx.GraphModule.__copy__
 
     def shallow(self: torch.nn.Module) -> torch.nn.Module:
+        if (own := getattr(super(torch.nn.Module, self), "__copy__", None)) is not None:
+            return cast(torch.nn.Module, own())  # of a class of the user's behind nn.Module
         made: torch.nn.Module = copy._reconstruct(self, None, *self.__reduce_ex__(4))  # type: ignore[attr-defined]
         copied(self, made)
         return made

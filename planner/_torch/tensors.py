@@ -115,6 +115,15 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+def alias_inside(tensor: torch.Tensor) -> torch.Tensor:
+    """The same as :func:`alias_of`, in a call of a dispatch mode.
+
+    Both contexts are C++'s: Ctrl-C inside of one written in Python would leave its settings behind.
+    """
+    with torch._C._RestorePythonTLSSnapshot(), torch._C._AutoDispatchBelowAutograd():  # type: ignore[attr-defined]
+        return tensor.detach()
+
+
 def strided_copy(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """A copy that lies in memory as the tensor does, dense or not.
 

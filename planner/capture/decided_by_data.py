@@ -7,6 +7,7 @@ import torch
 from planner._torch.tensors import SPARSE
 from planner._torch.without_data.answers import Answers
 from planner.graph.joint_graph import JointGraph
+from planner.graph.passes.absent_gradients import read_by_functions
 from planner.training_step.recorder import Recording
 from planner.training_step.step import tensors_in
 
@@ -35,6 +36,18 @@ HOUSEHOLDER = (
     "the backward of torch.linalg.householder_product runs other operators than are recorded, as PyTorch "
     "chooses them by whether something records: the step may take more than predicted. Call "
     "planner.verify(), which measures it, or plan with backend='graph'"
+)
+
+FUNCTIONS = (
+    "the backward of a torch.autograd.Function computes something of no gradient, or of several, and several "
+    "outputs of the module get gradients. A graph does not say what that backward does where some of them "
+    "get none: such a step ends in an error. Train by the outputs that the plan was made with, or plan with "
+    "backend='replay'"
+)
+
+PSEUDOINVERSE = (
+    "torch.linalg.pinv of complex numbers is rounded otherwise under the dispatch mode that replays need: "
+    "results differ in the last bits from those without a plan. Where bits matter, plan with backend='graph'"
 )
 
 _SHOWN = 3
@@ -69,9 +82,26 @@ def has_householder(recording: Recording) -> bool:
     return any(call.func is aten.linalg_householder_product.default for call in recording.calls)
 
 
+def has_complex_pseudoinverse(recording: Recording) -> bool:
+    """Whether a step inverts complex matrices that need not have an inverse."""
+    return any(
+        call.func is aten.linalg_pinv.atol_rtol_tensor and call.args[0].is_complex()
+        for call in recording.calls
+    )
+
+
 def has_products(joints: Iterable[JointGraph]) -> bool:
     """Whether gradients pass through ``prod``, of all elements or along a dimension."""
     return any(_differentiates_a_product(joint) for joint in joints)
+
+
+def has_unknown_functions(joints: Iterable[JointGraph]) -> bool:
+    """Whether graphs do not say what users' backwards do where some outputs get no gradient."""
+    return any(
+        len(joint.tangents) > 1 and len(read) != 1
+        for joint in joints
+        for read in read_by_functions(joint.graph, joint.tangents).values()
+    )
 
 
 def _differentiates_a_product(joint: JointGraph) -> bool:

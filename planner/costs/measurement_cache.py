@@ -24,7 +24,7 @@ from planner.planfile.atomic_file import write_atomically
 
 logger = logging.getLogger(__name__)
 
-CACHE_FORMAT = 6
+CACHE_FORMAT = 7
 """To be raised, too, when operators of the planner's own allocate otherwise than before."""
 
 _LARGEST_FILE = 1 << 30

@@ -12,14 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from planner._torch import autograd, tensors
 from planner._torch.joint import aot, aot_metadata
 from planner._torch.joint.graph_modules import graph_module
 from planner.compiled.graph_hook import GraphHook
+from planner.errors import PlanMismatch
 from planner.graph.dying_operands import forget
-from planner.graph.passes.absent_gradients import leave_out
+from planner.graph.passes.absent_gradients import leave_out, read_by_functions
 from planner.graph.trace import TracedGraph
 
 
@@ -103,13 +104,28 @@ def without_gradients(module: GraphModule, absent: frozenset[int], count: int) -
 
     Returns:
         A graph with the same inputs and outputs.
+
+    Raises:
+        PlanMismatch: What the backward of a user's function does then is not known.
     """
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     result = graph_module(module, graph)
     gradients = [n for n in graph.nodes if n.op == "placeholder"][-count:]
-    for node in leave_out(graph, gradients, {gradients[i] for i in absent}):
+    gone = {gradients[i] for i in absent}
+    _refuse_unknown_functions(graph, gradients, gone)
+    for node in leave_out(graph, gradients, gone):
         forget(node)  # the operand that it writes its result into may be read again
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     result.recompile()
     return result
+
+
+def _refuse_unknown_functions(graph: torch.fx.Graph, gradients: Sequence[Node], absent: set[Node]) -> None:
+    for node, read in read_by_functions(graph, gradients).items():
+        if not read or (read & absent and read - absent):
+            raise PlanMismatch(
+                "some outputs of the module got no gradient, and a graph does not say what the backward of a "
+                f"torch.autograd.Function does then (it calls {node.target}): plan with backend='replay', or "
+                "train by the outputs that the plan was made with"
+            )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from planner._torch.autocast_state import autocast_regions
-from planner.costs.devices import find_device
+from planner.costs.devices import Device, find_device
 from planner.costs.optimizer_step import optimizer_step
 from planner.errors import BudgetError
 from planner.module_parts import named_parts, parameters_of
@@ -42,6 +42,11 @@ def made_of(model: torch.nn.Module, options: Mapping[str, Any]) -> dict[str, str
     }
 
 
+def _threads(device: Device) -> str | None:
+    """On a CPU each has scratch memory of its own."""
+    return None if device.kind == "cuda" else str(torch.get_num_threads())
+
+
 def _label(text: str) -> str:
     """A text as plan files take it; the end of a longer one is a digest of the whole."""
     return text if len(text) <= 256 else f"{text[:180]}... {hashlib.sha256(text.encode()).hexdigest()}"
@@ -64,6 +69,7 @@ def mismatch(
     compared: list[tuple[str, Any, Any]] = [
         ("planner", plan.created_with.get("planner"), __version__),
         ("torch", plan.created_with.get("torch"), torch.__version__),
+        ("threads", plan.created_with.get("threads"), _threads(device)),
         ("budget", _amount(plan.target.budget_text), _amount(budget)),
         ("device", plan.target.device, device.name),
         ("training mode", plan.model.training, step.in_mode(model)),

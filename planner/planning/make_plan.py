@@ -162,6 +162,7 @@ def make_plan(
             "planner": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
+            **({} if prepared.device.kind == "cuda" else {"threads": str(torch.get_num_threads())}),
         },
         coverage=coverage,
         model=ModelRecord(

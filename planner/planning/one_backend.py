@@ -13,13 +13,17 @@ from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner.capture.capture import Most, capture
 from planner.capture.captured_step import CapturedStep, CudaKernels
 from planner.capture.decided_by_data import (
+    FUNCTIONS,
     HOUSEHOLDER,
     PRODUCTS,
     PRODUCTS_INSIDE,
+    PSEUDOINVERSE,
     SPARSE_TENSORS,
+    has_complex_pseudoinverse,
     has_householder,
     has_products,
     has_sparse,
+    has_unknown_functions,
 )
 from planner.capture.writes_through_views import slower_by_writes
 from planner.choices import is_recorded
@@ -250,10 +254,14 @@ def _findings(captured: CapturedStep, model: torch.nn.Module, options: PlanOptio
     replaying = options.backend == "replay"
     if options.backend in BY_OPERATORS and has_products(_joints(captured)):
         yield PRODUCTS
+    if has_unknown_functions(_joints(captured)):
+        yield FUNCTIONS
     if isinstance(captured, ReplayedStep) and captured.otherwise_rounded:
         yield PRODUCTS_INSIDE
     if replaying and has_householder(captured.eager):
         yield HOUSEHOLDER
+    if replaying and has_complex_pseudoinverse(captured.eager):
+        yield PSEUDOINVERSE
     # Replays are recorded with the data of lists of indices, and what their kernels take is measured.
     if has_sparse(captured.eager, compressed=replaying):
         yield SPARSE_TENSORS

@@ -56,7 +56,7 @@ def within_budget(
     fitting_over = 0
     # Allowances up to here need not be tried: one at least as large fits, or no schedule takes as little.
     lowest: int | None = None
-    room = solution.peak_bytes
+    allowance = solution.peak_bytes
     failing = list[tuple[int, int]]()  # peaks, and the allowances for which they were found
     least = solution, total_bytes(solution.schedule)
     for attempt in range(MOST_ATTEMPTS):
@@ -74,19 +74,19 @@ def within_budget(
         if not solution.feasible:
             lowest = max(lowest or 0, solution.peak_bytes)
         elif over <= 0:
-            lowest = max(lowest or 0, room)
+            lowest = max(lowest or 0, allowance)
         else:
-            failing.append((solution.peak_bytes, room))
+            failing.append((solution.peak_bytes, allowance))
         if lowest is None:
-            room = max(0, solution.peak_bytes - max(over, int(solution.peak_bytes * _LEAST_STEP)))
+            allowance = max(0, solution.peak_bytes - max(over, int(solution.peak_bytes * _LEAST_STEP)))
         elif (between := _between(lowest, failing)) is not None:
-            room = between
+            allowance = between
         else:
             break
         if attempt == MOST_ATTEMPTS - 1 or time.perf_counter() > end:
             break
         # Half of the time that is left: a solver that used all of it would leave no further attempt.
-        solution = solve(room, max((end - time.perf_counter()) / 2, 1.0))
+        solution = solve(allowance, max((end - time.perf_counter()) / 2, 1.0))
     if fitting is None and lowest is None:
         solution = solve(0, max(end - time.perf_counter(), time_limit / 8, 1.0))
         total = total_bytes(solution.schedule)
@@ -110,8 +110,8 @@ def _between(lowest: int, failing: Sequence[tuple[int, int]]) -> int | None:
     Between the peak of a schedule and the allowance that it was found for, it would be found again.
     """
     known = lowest
-    for peak, room in sorted(failing):
+    for peak, allowance in sorted(failing):
         if peak - known > peak * _NEAR:
             return (known + peak) // 2
-        known = max(known, room)
+        known = max(known, allowance)
     return None

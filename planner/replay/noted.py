@@ -5,9 +5,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import enable_reentrant_dispatch
 
-from planner._torch.tensors import is_wrapper, lazily, storage_number
+from planner._torch.tensors import alias_inside, is_wrapper, lazily, storage_number
 from planner.errors import InputsChanged
 
 Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype, bool, bool]
@@ -52,9 +51,11 @@ class Held:
             if (base := tensor._base) is not None and base.grad_fn is None:
                 self.owner, self.tensor = base, tensor.detach()
             else:
-                self.owner = self.tensor = alias(tensor)
+                self.owner = self.tensor = alias_inside(tensor)
         elif not is_wrapper(type(tensor)):
-            self.tensor = alias(tensor)  # keeps its memory where the tensor is given other (``p.data = q``)
+            self.tensor = alias_inside(
+                tensor
+            )  # keeps its memory where the tensor is given other (``p.data = q``)
 
     def read(self) -> torch.Tensor:
         """The tensor, if it is as it was in the forward, and has memory."""
@@ -77,12 +78,6 @@ class Recipe:
 
     def __init__(self, func: Any, args: Sequence[Any], kwargs: Any, state: Any, settings: Any) -> None:
         self.func, self.args, self.kwargs, self.state, self.settings = func, args, kwargs, state, settings
-
-
-def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without history; the version counter is shared. For use inside of a dispatch mode."""
-    with enable_reentrant_dispatch(), torch.no_grad():
-        return tensor.detach()
 
 
 def view_of(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:

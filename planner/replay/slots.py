@@ -15,7 +15,7 @@ from planner._torch import operators
 from planner._torch.execution import noise_operators
 from planner._torch.execution.bernoulli_draws import FASTER
 from planner._torch.execution.settings import settings
-from planner._torch.tensors import fills_storage
+from planner._torch.tensors import alias_inside, fills_storage
 from planner._torch.versions import version_of
 from planner.errors import FreedError
 from planner.graph.replay.rng import state_before
@@ -31,7 +31,7 @@ from planner.replay.calls import (
     written_operands,
 )
 from planner.replay.loaded_program import LoadedProgram
-from planner.replay.noted import Held, InSlot, Recipe, alias, arguments_of, changed_error
+from planner.replay.noted import Held, InSlot, Recipe, arguments_of, changed_error
 from planner.replay.program import PlannedCall
 
 
@@ -101,7 +101,7 @@ class Slots:
             self._refs[slot] = weakref.ref(tensor.untyped_storage())
             self._versions[slot] = version_of(tensor)
             if kept:
-                self.tensors[slot] = alias(tensor)
+                self.tensors[slot] = alias_inside(tensor)
                 self.kept.add(slot)
                 if is_factory(func):
                     self._counted_elsewhere.add(slot)
@@ -149,7 +149,7 @@ class Slots:
         factory's result, or the one that is written (a result of ``_unsafe_view`` has its own counter)."""
         if slot in self._counted_elsewhere or (writes and slot in self.kept):
             self._counted_elsewhere.discard(slot)
-            self.tensors[slot] = alias(tensor)
+            self.tensors[slot] = alias_inside(tensor)
 
     def _noted(self, argument: Any, operands: Iterator[int], own: Sequence[int]) -> Any:
         """Note an argument of a call. ``own`` are the slots that the call itself writes, or that are made for

@@ -11,12 +11,13 @@ import torch
 
 from planner._torch import modules
 from planner._torch.tracing import recording
-from planner._torch.tracing.hindrances import END_IT, hindering_mode
+from planner._torch.tracing.hindrances import END_IT, hindering_mode, is_inside_a_replay
 from planner._torch.tracing.inside_compile import not_compiled
 from planner.compiled.calls import Calls
 from planner.errors import SkippedStep
 from planner.planfile.plan import PlanRecord
 from planner.runtime.arena import Arena
+from planner.runtime.cpu_settings import CpuSettings
 from planner.runtime.ddp import Ranks
 from planner.runtime.earlier_gradients import EarlierBytes, EarlierGradients
 from planner.runtime.installed import InstalledCall, install
@@ -76,6 +77,7 @@ class PlanCall(InstalledCall):
         self._strayed_arguments: tuple[Any, Any] | None = None  # arguments of a step that took an unseen path
         # Watches for gradients at the beginning of a step until there are some, if the plan counts none.
         self._earlier: EarlierGradients | None = None
+        self._settings = CpuSettings(plan)
         if plan.resident.gradient_bytes == 0:
             self._earlier = EarlierGradients(model.modules)
         self._set_up()
@@ -137,6 +139,10 @@ class PlanCall(InstalledCall):
         self.unplanned.hindered_call(hindrance, END_IT)
         return self.run_original
 
+    def _is_part_of_a_replay(self, args: Any, kwargs: Any) -> Run | None:
+        """The module around it is followed, and this part with it: it has a plan too, or calls itself."""
+        return self.run_original if is_inside_a_replay() else None
+
     def _is_left_to_the_module(self, args: Any, kwargs: Any) -> Run | None:
         """Nothing warns here: there was a warning when such calls were first left to the module."""
         return self.run_original if self._calls.is_left(args, kwargs) else None
@@ -164,6 +170,7 @@ class PlanCall(InstalledCall):
         _is_of_a_clone,
         _is_recorded,
         _is_no_step,
+        _is_part_of_a_replay,
         _is_hindered,
         _is_left_to_the_module,
         _has_changed,
@@ -187,6 +194,7 @@ class PlanCall(InstalledCall):
 
     def _begin(self) -> None:
         """Reserve the arena. With "replan", plan again if the last step took another path than planned."""
+        self._settings.look()
         self._arena.before_step(self._model)
         if self._strayed_arguments is not None:
             if self._shapes.look_at_path(*self._strayed_arguments):

@@ -49,7 +49,8 @@ def sizes_by_data(func: Any, args: Sequence[Any], result: Any) -> Sizes | None:
     """The sizes that data decided in a call, see :class:`Call`; None where there are none."""
     if getattr(func, "overloadpacket", None) in WRITES_AT_MASKS:
         return _selected_counts(args)
-    if not sized_by_data(func) or not asks_for_data(func, args):
+    packs = func is torch.ops.aten._pack_padded_sequence.default  # by lengths, and no tag says so
+    if not packs and (not sized_by_data(func) or not asks_for_data(func, args)):
         return None
     sizes = sizes_of(result)
     return sizes if all(type(size) is int for shape in sizes for size in shape) else None

@@ -122,7 +122,7 @@ class PythonState:
             or any(not _same(container, saved) for container, saved in self._contents.values())
             or any(_content(cell) is not content for cell, content in self._variables)
             or any(not np.array_equal(array, numbers) for array, numbers in self._arrays)
-            or any(space[name] is not value for space, name, value in self._globals)
+            or any(space.get(name, _MISSING) is not value for space, name, value in self._globals)
         )
 
     def put_back_history(self) -> None:

@@ -476,6 +476,8 @@ class StepRecorder(autograd.InfrastructureMode):
         return in_place if own else None
 
     def _call(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+        if operators.takes_pinning(func) and kwargs.get("dtype") is None and isinstance(out, torch.Tensor):
+            kwargs = {**kwargs, "dtype": out.dtype}  # where it is measured, the default may be another
         sizes = sizes_by_data(func, args, out)
         signature = (func, signature_of(args), signature_of(kwargs), sizes)
         if (number := self._signatures.get(signature)) is None:

@@ -18,6 +18,7 @@ aten = torch.ops.aten
 X = torch.linspace(-3, 3, 4000).sin().view(500, 8)
 ROWS, ELEMENTS = X[:, 0] < 0.3, X > 0.3
 NUMBERS = torch.arange(500) % 37
+LENGTHS = torch.tensor([10] * 20 + [3] * 30)
 COUNT = int(ROWS[:256].sum())
 
 CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -40,6 +41,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "distinct rows": (aten.unique_dim.default, (NUMBERS.view(50, 10) % 5, 0, True, True, True)),
     "distinct neighbours": (aten.unique_consecutive.default, (NUMBERS // 5, True, True)),
     "repeated": (aten.repeat_interleave.Tensor, (NUMBERS,)),
+    "packed": (aten._pack_padded_sequence.default, (X.view(50, 10, 8).transpose(0, 1), LENGTHS, False)),
     "counted": (aten.bincount.default, (NUMBERS, X[:, 0])),
     "written at a mask": (aten.index_put.default, (X, [ELEMENTS], X[ELEMENTS], True)),
     "written at a mask of bytes": (aten.index_put.default, (X, [ROWS.byte()], X[ROWS], True)),
@@ -78,6 +80,17 @@ FOUND: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rows several times": lambda y: y.repeat_interleave((y[:, 0].abs() * 4).long(), 0),
     "scattered": lambda y: y.clone().masked_scatter(ROWS[:256, None].expand(256, 64), y[:COUNT]),
 }
+
+
+def test_sequences_that_are_packed_take_no_more_than_predicted() -> None:
+    """What lies together already is not copied: of the longest sequence the last steps."""
+    given = (X.view(50, 10, 8).transpose(0, 1), torch.tensor([10] + [6] * 20 + [3] * 29), False)
+    operator = aten._pack_padded_sequence.default
+    result = operator(*given)
+    real = measure_peak(lambda: operator(*given), "cpu").peak_bytes
+    meter = WorkspaceMeter("cpu", None)
+    (memory,) = meter.measure([Call(operator, given, {}, sizes_by_data(operator, given, result))])
+    assert real < memory.workspace_bytes + sum(memory.output_bytes) <= real + 4 * X[0].nbytes
 
 
 @pytest.mark.parametrize("name", list(FOUND))

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import planner
 from planner.costs.workspace import OpMemory, WorkspaceMeter
 from planner.training_step.call import Call
 from tests.costs.test_workspace import aten, meta
@@ -118,3 +120,27 @@ def test_the_default_cache_is_in_the_user_s_cache_directory(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     WorkspaceMeter("cpu").measure([Call(aten.neg.default, (meta(3),))])
     assert [path.name for path in tmp_path.rglob("*.json")] == ["workspace.json"]
+
+
+def test_what_a_call_makes_is_measured_in_its_own_type() -> None:
+    """A call that names no type makes tensors of the default one, which may be another by then."""
+
+    class Made(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.linear(x) * torch.ones(64, 8)).square().mean()
+
+    plans = []
+    for kind in (torch.float32, torch.float64):
+        torch.set_default_dtype(kind)
+        try:
+            model, x = Made(), torch.randn(64, 8)
+            plans.append(planner.plan(model, (x,), budget="100%", backend="replay", costs="roofline"))
+            report = planner.verify(model, (x,), plan=plans[-1], repeats=0)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert report.measured_dynamic_peak_bytes == plans[-1].predicted.dynamic_peak_bytes
+    assert plans[1].baseline.dynamic_peak_bytes > 1.9 * plans[0].baseline.dynamic_peak_bytes

@@ -1,5 +1,6 @@
 """Capturing on the CPU what a GPU would run: dropout's mask, attention's kernels."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import planner
 from planner._torch.compat import version
-from planner._torch.cuda.attention import AttentionCall, choose_attention, prefers_cudnn
+from planner._torch.cuda.attention import AttentionCall, attend, choose_attention, prefers_cudnn
 from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
 from planner.capture.recurrent_layers import RecurrentCalls
 from planner.errors import CaptureError, PlanWarning
@@ -168,6 +170,42 @@ def attention_call(capability: tuple[int, int] = H100, /, **options: Any) -> Att
 )
 def test_masks_heads_and_widths_decide_too(call: AttentionCall, kernel: str) -> None:
     assert choose_attention(call) == kernel
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides", "padded_to"),
+    [
+        ((2, 1, 16, 24), None, None),
+        ((2, 1, 16, 20), None, 24),
+        ((2, 1, 16, 32), (16 * 100, 16 * 100, 100, 1), 40),  # by a whole 8, as PyTorch does
+        ((2, 1, 16, 20), (16 * 1024, 16 * 1024, 1024, 1), None),
+        ((1, 1, 16, 24), (0, 0, 24, 1), None),
+    ],
+)
+def test_masks_of_the_memory_efficient_kernel_are_padded_by_their_strides(
+    sizes: tuple[int, ...], strides: tuple[int, ...] | None, padded_to: int | None
+) -> None:
+    call = attention_call(A100, keys=sizes[-1])
+    mask = torch.empty(sizes, dtype=torch.bfloat16, device="meta")
+    if strides is not None:
+        mask = torch.empty_strided(sizes, strides, dtype=torch.bfloat16, device="meta")
+    with _Padded() as padded:
+        attend(replace(call, mask=mask), "efficient")
+    assert padded.columns == ([] if padded_to is None else [padded_to])
+
+
+class _Padded(TorchDispatchMode):
+    """Notes the columns of what is padded."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.columns: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.constant_pad_nd.default:
+            self.columns.append(made.shape[-1])
+        return made
 
 
 # What `torch._fused_sdp_choice` said on an H200 with torch 2.13.0+cu130 and cuDNN 9.19: for each width of the

@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 
 import planner
+from planner._torch import autocast_state
 from planner.runtime.shapes.policy import OnNewShape
 from tests.side_by_side import no_plan_warnings
 
@@ -237,3 +238,16 @@ def test_steps_that_are_verified_are_in_regions_of_their_own() -> None:
         report = planner.verify(model, (x,), loss=torch.mean, plan=plan, repeats=0)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
+def test_what_autocast_keeps_is_asked_for_in_single_precision() -> None:
+    """It is asked once for all, by a parameter: of another type, none of it would be kept."""
+    autocast_state._empty_parameter.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            assert autocast_state.notes_of_region("cpu") is None  # nothing has a history there
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert autocast_state.notes_of_region("cpu") is not None

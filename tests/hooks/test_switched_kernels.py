@@ -42,6 +42,11 @@ def _math() -> Context:
     return sdpa_kernel(SDPBackend.MATH)
 
 
+def _math_first() -> Context:
+    kinds = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    return sdpa_kernel([*kinds, SDPBackend.CUDNN_ATTENTION], set_priority=True)
+
+
 def _without_mkldnn() -> Context:
     return torch.backends.mkldnn.flags(enabled=False)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -58,7 +63,11 @@ def _deterministic() -> Any:
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("build", "switch", "said"),
-    [(Attention, _math, "flash_sdp_enabled"), (Recurrent, _without_mkldnn, "mkldnn.enabled")],
+    [
+        (Attention, _math, "flash_sdp_enabled"),
+        (Attention, _math_first, "order of attention's kernels"),
+        (Recurrent, _without_mkldnn, "mkldnn.enabled"),
+    ],
 )
 def test_a_step_under_other_switches_runs_as_it_is(
     build: Callable[[], nn.Module], switch: Callable[[], Context], said: str

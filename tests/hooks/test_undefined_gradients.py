@@ -16,6 +16,7 @@ import planner
 from planner._torch import fake
 from planner._torch.autograd import leave_out_hooks_without_gradients, running_node
 from planner.errors import FreedError
+from tests.side_by_side import no_plan_warnings
 from tests.small import both_loss, classifier
 
 CALLED: list[torch.Tensor] = []
@@ -207,3 +208,69 @@ def test_none_of_several_hooks_after_accumulation_is_called_without_a_gradient()
         called.clear()
         _Unused.apply(x, weight).sum().backward()
         assert called == [10, 11, 12]
+
+
+class OfBoth(torch.autograd.Function):
+    """Its backward makes something of a gradient that is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * 2 * (gradients[1] + 1), None
+
+
+class OfNone(torch.autograd.Function):
+    """An auxiliary loss: its gradient is of no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, auxiliary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(auxiliary)
+        return x * 1, x.cos().detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradients[0] * 1, torch.ones_like(ctx.saved_tensors[0])
+
+
+class WithFunction(nn.Module):
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
+        self.first, self.gate, self.last = nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = torch.tanh(self.first(x))
+        y, z = self.function.apply(h, self.gate(h).sum())
+        return torch.tanh(self.last(y)), z + h
+
+
+@pytest.mark.parametrize("function", [OfBoth, OfNone])
+@pytest.mark.parametrize("trained_by", [0, 1])
+def test_what_a_users_backward_does_without_a_gradient(
+    function: type[torch.autograd.Function], trained_by: int
+) -> None:
+    torch.manual_seed(0)
+    model, x = WithFunction(function), torch.randn(16, 8)
+
+    def step(one: nn.Module) -> list[torch.Tensor | None]:
+        one.zero_grad()
+        one(x)[trained_by].sum().backward()
+        return [p.grad for p in one.parameters()]
+
+    expected = step(copy.deepcopy(model))
+    options: dict[str, Any] = {"budget": "min", "loss": lambda y: y[0].sum() + y[1].sum()}
+    with no_plan_warnings():
+        replayed = planner.plan(model, (x,), **options)
+    assert replayed.target.backend == "replay"
+    replayed.apply(model)
+    for wanted, found in zip(expected, step(model), strict=True):
+        assert (wanted is None) is (found is None)
+        assert wanted is None or torch.equal(wanted, found)  # type: ignore[arg-type]
+    planner.remove(model)
+    with pytest.warns(planner.PlanWarning, match=r"autograd\.Function"):
+        planner.plan(model, (x,), backend="graph", **options).apply(model)
+    with pytest.raises(planner.PlanMismatch, match=r"autograd\.Function"):
+        step(model)

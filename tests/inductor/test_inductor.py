@@ -250,6 +250,7 @@ def test_a_budget_below_what_the_programs_reach_is_infeasible() -> None:
         ({"backend": "inductor", "parallel": "ddp:2"}, "single process"),
         ({"backend": "inductor", "backend_options": {"no_such": 1}}, "no option 'no_such'"),
         ({"backend": "inductor", "backend_options": {1: 2}}, "no option 1"),
+        ({"backend": "inductor", "backend_options": {"layout-optimization": True}}, "no option 'layout-op"),
         ({"backend": "inductor", "backend_options": {"cpp_wrapper": True}}, "set by the plan"),
         ({"backend": "inductor", "backend_options": {"max_autotune": "x"}}, "expects a bool"),
         ({"backend": "inductor", "backend_options": {"max_autotune": []}}, "a plan keeps numbers"),

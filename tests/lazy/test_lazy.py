@@ -232,6 +232,9 @@ def test_what_a_kept_plan_is_not_for() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert reason() == "autocast [], now ['cpu:bfloat16']"
     assert reason(in_flight=4) == "in_flight None, now 4"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 99)
+        assert reason() == f"threads {plan.created_with['threads']}, now 99"
     plan = plan.model_copy(update={"target": plan.target.model_copy(update={"backend": "replay"})})
     assert reason() == ""
     assert reason(backend="graph") == "backend replay, now eager"

@@ -63,7 +63,7 @@ def test_statistics_across_ranks_that_the_plan_does_not_update_are_noticed(
     trains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No schema says that these are written. A normalisation in training that runs again reads none."""
-    monkeypatch.setattr(noted, "alias", torch.Tensor.detach)  # it is for use inside of a dispatch mode
+    monkeypatch.setattr(noted, "alias_inside", torch.Tensor.detach)  # it is for use inside of a dispatch mode
     x, mean, variance = torch.ones(2, 3), torch.zeros(3), torch.ones(3)
     held = [Held(mean), Held(variance)]
     program = SimpleNamespace(makers={}, bits={}, room=[0])

@@ -25,7 +25,7 @@ from tests.behaviour.bits.test_process_settings import (
     SetsType,
     SetsTypeForOne,
 )
-from tests.side_by_side import layers
+from tests.side_by_side import layers, no_plan_warnings
 
 pytestmark = [pytest.mark.any_torch, pytest.mark.heavy]
 needs_graphs = pytest.mark.skipif(graphs_are_off() is not None, reason="graphs are off")
@@ -463,7 +463,7 @@ def test_whatever_a_file_says_of_calls_gradients_are_eagers() -> None:
     text = json.loads(_planned(model, x).dumps())
     chance = random.Random(6)
     followed = 0
-    for _ in range(25):
+    for _ in range(15):
         changed = copy.deepcopy(text)
         column = chance.choice(["operands", "results", "written", "saves", "ids", "asked", "begun"])
         values = changed["replay"][column]
@@ -707,7 +707,7 @@ def test_kinds_as_vectors_are_followed_as_they_are_with_data() -> None:
             self.first, self.last = nn.Linear(5, 32), nn.Linear(32, 32)
 
         def forward(self, kinds: Tensor) -> Tensor:
-            x = torch.tanh(self.first(F.one_hot(kinds, 5).float()))
+            x = torch.tanh(self.first(F.one_hot(input=kinds, num_classes=5).float()))
             return F.gelu(self.last(x)).square().mean()
 
     torch.manual_seed(0)
@@ -793,3 +793,57 @@ def test_a_backward_that_recording_changes_is_told_of() -> None:
     with pytest.warns(planner.PlanWarning, match="householder_product"):
         plan = _planned(nn.Sequential(layer, nn.GELU()), torch.randn(16, 8))
     assert any("householder_product" in note for note in plan.notes)
+
+
+def test_settings_under_which_kernels_take_more_are_said_once() -> None:
+    torch.manual_seed(0)
+    model, x, threads = Encoder(1, 32), torch.randint(0, 50, (4, 16)), torch.get_num_threads()
+    plan = _planned(model, x)
+    assert plan.created_with["threads"] == str(threads)
+    plan.apply(model)
+    try:
+        torch.set_num_threads(threads + 1)
+        with pytest.warns(planner.PlanWarning, match=rf"threads\(\) is {threads + 1}, and was {threads}"):
+            model(x).backward()
+        with torch.backends.mkldnn.flags(enabled=False):  # type: ignore[no-untyped-call]
+            with pytest.warns(planner.PlanWarning, match=r"mkldnn\.enabled was changed"):
+                model(x)
+            with no_plan_warnings():
+                model(x)
+    finally:
+        torch.set_num_threads(threads)
+
+
+class CallsItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        h = torch.tanh(self.linear(x)).sin()
+        made: Tensor = self(h, depth - 1) if depth else h.square().mean()
+        return made
+
+
+def test_a_module_that_calls_itself_is_followed_as_one() -> None:
+    torch.manual_seed(0)
+    model, x = CallsItself(), torch.randn(64, 16)
+    eager = copy.deepcopy(model)
+    plan = _planned(model, x)
+    assert plan.recomputed_operations
+    plan.apply(model)
+    with no_plan_warnings():
+        assert _same(model, eager, lambda one: one(x).backward())
+
+
+def test_complex_pseudoinverses_are_warned_of() -> None:
+    class Inverting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.pinv(self.weight * x).abs().sum()
+
+    with pytest.warns(planner.PlanWarning, match=r"linalg\.pinv of complex"):
+        _planned(Inverting(), torch.ones(()))

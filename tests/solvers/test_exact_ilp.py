@@ -70,8 +70,8 @@ def test_least_peak_of_a_chain() -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("part", range(10))
-def test_auto_agrees_with_exact_on_two_hundred_graphs(part: int) -> None:
+@pytest.mark.parametrize("part", range(5))
+def test_auto_agrees_with_exact_on_a_hundred_graphs(part: int) -> None:
     """Within 1 % on 95 %; ``auto`` may be better, since the exact program re-runs an operation at most
     once before each backward operation, in captured order: what is below it must have proof."""
     far = total = 0

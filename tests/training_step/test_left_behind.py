@@ -83,6 +83,20 @@ def positions(n):
         CACHE["positions"] = (table, "sinusoidal")
     return CACHE["positions"][0]
 
+CONSTANT = torch.arange(8.0)
+
+def written(n, how):
+    if how not in CACHE:
+        table = torch.zeros(n)
+        if how == "by one with data":
+            table.add_(CONSTANT)
+        elif how == "as out=":
+            torch.add(CONSTANT, 1, out=table)
+        else:
+            torch._foreach_add_([table], [1.0])
+        CACHE[how] = table
+    return CACHE[how]
+
 def two(n):
     if "two" not in CACHE:
         CACHE["two"] = (torch.arange(float(n)), torch.ones(n))
@@ -201,6 +215,16 @@ def test_a_cache_that_is_filled_before_a_step_fails_holds_data(library: ModuleTy
     with pytest.raises(planner.PlannerError, match="ValueError: no"):
         planner.plan(Adding(failing), torch.randn(16, 8), budget="100%")
     assert torch.equal(library.CACHE[8], torch.arange(8.0))
+
+
+@pytest.mark.parametrize("how", ["by one with data", "as out=", "several at once"])
+def test_what_a_write_adds_that_is_not_known_is_taken_out_and_said(library: ModuleType, how: str) -> None:
+    model = Adding(lambda n: library.written(n, how))
+    with pytest.warns(planner.PlanWarning, match="it was taken out"):
+        planner.plan(model, torch.randn(16, 8), budget="100%", backend="replay")
+    assert how not in library.CACHE
+    wanted = {"by one with data": torch.arange(8.0), "as out=": torch.arange(8.0) + 1}
+    assert torch.equal(library.written(8, how), wanted.get(how, torch.ones(8)))
 
 
 def test_what_depends_on_data_is_taken_out_and_said(library: ModuleType) -> None:

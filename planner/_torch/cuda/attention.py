@@ -26,8 +26,9 @@ ATTENTION: tuple[Attention, ...] = get_args(Attention)
 _NUMBERS: dict[int, Attention] = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 _USUAL_ORDER: tuple[Attention, ...] = ("flash", "efficient", "math", "cudnn")
 _LARGEST_FLASH_HEAD = 256
-_MASK_ALIGNMENT = 16
-"""Columns of an attention mask that the memory-efficient kernel loads at once; others are padded to it."""
+_MASK_ALIGNMENT = 8
+"""The memory-efficient kernel reads masks whose strides are multiples of it; others are padded (PyTorch's
+``preprocess_mask``, aten/src/ATen/native/transformers/attention.cpp)."""
 _OLDEST_PREFERRED_CUDNN = 91500
 
 
@@ -277,8 +278,9 @@ def _efficient(call: AttentionCall) -> torch.Tensor:
     mask = _added(call)
     if mask is not None:
         columns = mask.shape[-1]
-        if missing := -columns % _MASK_ALIGNMENT:  # rows at aligned addresses
-            mask = torch.nn.functional.pad(mask, (0, missing))[..., :columns]
+        if mask.stride(-1) != 1 or any(step % _MASK_ALIGNMENT for step in mask.stride()[:-1]):
+            more = _MASK_ALIGNMENT - columns % _MASK_ALIGNMENT
+            mask = torch.nn.functional.pad(mask, (0, more))[..., :columns]
         mask = mask.expand(*call.query.shape[:-1], call.key.shape[-2])  # one a head
     result = aten._scaled_dot_product_efficient_attention(
         *(call.query, call.key, call.value, mask, call.differentiated, call.dropout, call.causal),

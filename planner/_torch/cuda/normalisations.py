@@ -15,7 +15,6 @@ aten = torch.ops.aten
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _MOST_IN_TRAINING, _MOST_IN_EVALUATION = 880_801, 65_535
-_LEAST_EPSILON = 1e-5 - 1e-12
 _CUDNN = 1
 """The number by which PyTorch notes that cuDNN normalised."""
 
@@ -29,7 +28,7 @@ def normalisations_of_cuda(cudnn: bool) -> dict[Any, Callable[..., Any]]:
 
     def batch_norm(image: torch.Tensor, *rest: Any) -> Any:
         *parameters, training, momentum, epsilon, _ = rest
-        if not (cudnn and _runs_in_cudnn(image, parameters, training, epsilon)):
+        if not (cudnn and _runs_in_cudnn(image, parameters, training)):
             operator: Any = aten._batch_norm_impl_index.default
             return operator._op_dk(_COMPOSITE, image, *rest)
         image, parameters = image.contiguous(memory_format=_format(image)), list(map(_contiguous, parameters))
@@ -56,9 +55,7 @@ def fused_normalisations() -> dict[Any, dict[Any, Callable[..., Any]]]:
     return {operator: {torch._C.DispatchKey.CPU: with_data, _COMPOSITE: no_parts}}
 
 
-def _runs_in_cudnn(
-    image: torch.Tensor, parameters: Sequence[torch.Tensor | None], training: bool, epsilon: float
-) -> bool:
+def _runs_in_cudnn(image: torch.Tensor, parameters: Sequence[torch.Tensor | None], training: bool) -> bool:
     weight, bias, mean, variance = parameters
     if weight is None or bias is None or not torch.backends.cudnn.enabled or image.dim() < 3:
         return False
@@ -70,7 +67,7 @@ def _runs_in_cudnn(
     if not tracked and not (mean is None and variance is None and training):
         return False
     most = _MOST_IN_TRAINING if training else _MOST_IN_EVALUATION
-    return image.shape[0] <= most and epsilon >= _LEAST_EPSILON
+    return image.shape[0] <= most
 
 
 def _format(image: torch.Tensor) -> torch.memory_format:

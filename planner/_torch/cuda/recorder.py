@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from planner._torch.tensors import as_lazy_as
+
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
 """A function that takes one list, its arguments, and empties it, so that it can free them while it runs."""
 
@@ -76,7 +78,8 @@ def at_same_address(tensor: torch.Tensor) -> torch.Tensor:
     held = tensor.untyped_storage()
     storage = torch._C._construct_storage_from_data_pointer(held.data_ptr(), tensor.device, held.nbytes())
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    there = empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return as_lazy_as(tensor, there)
 
 
 def holders(tensor: torch.Tensor) -> int:

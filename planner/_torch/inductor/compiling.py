@@ -66,7 +66,7 @@ def unusable_options(options: Mapping[Any, Any]) -> str | None:
     """What is wrong with options of Inductor, in one line; None if nothing is."""
     known = config.get_config_copy()
     for name, value in options.items():
-        if not isinstance(name, str) or name.replace("-", "_") not in known:
+        if name not in known:
             return f"Inductor has no option {name!r}; torch._inductor.list_options() has them"
         if (name in _OURS and name != CUDA_GRAPHS) or name == "inductor_choices_class":
             return f"option {name!r} is set by the plan"

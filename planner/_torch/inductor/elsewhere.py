@@ -68,7 +68,7 @@ def lowered_for(gpu: Gpu | None) -> Iterator[None]:
     compile_lock.acquire()  # what is replaced is seen by all threads
     token = LOWERED_FOR.set(gpu)
     try:
-        DeviceProperties.create.cache_clear()
+        _forget_devices()
         with (
             replaced_entries(
                 "devices of Inductor", device_interface.device_interfaces, {"cuda": _interface(gpu)}
@@ -84,9 +84,15 @@ def lowered_for(gpu: Gpu | None) -> Iterator[None]:
         ):
             yield
     finally:
-        DeviceProperties.create.cache_clear()
+        _forget_devices()
         LOWERED_FOR.reset(token)
         compile_lock.release()
+
+
+def _forget_devices() -> None:
+    """Empty what Inductor remembers of the GPU that it asked last."""
+    for remembered in (DeviceProperties.create, utils.get_max_num_sms, utils.using_b200):
+        remembered.cache_clear()
 
 
 def _interface(gpu: Gpu) -> Any:

@@ -29,6 +29,13 @@ def suggested_by(position: int) -> Layout:
     )
 
 
+def rolled(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+    """Channels-last where the argument is, unless it is rolled flat, or by whole turns."""
+    image, shifts, dims = args[0], args[1], args[2] if len(args) > 2 else ()
+    whole = any(shift % max(image.shape[dim], 1) == 0 for shift, dim in zip(shifts, dims, strict=False))
+    return contiguous(result, args) if not dims or whole else suggested_by(0)(result, args)
+
+
 def made_contiguous(position: int) -> Layout:
     """As this argument, where it is contiguous or channels-last, strides of dimensions of one included."""
 

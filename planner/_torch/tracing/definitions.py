@@ -40,6 +40,10 @@ _TRACE_SWITCHES: dict[str, Callable[[], object]] = {
     "torch.backends.cuda.mem_efficient_sdp_enabled()": torch.backends.cuda.mem_efficient_sdp_enabled,
     "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,
     "torch.backends.cuda.cudnn_sdp_enabled()": torch.backends.cuda.cudnn_sdp_enabled,
+    "the order of attention's kernels (sdpa_kernel)": torch._C._get_sdp_priority_order,
+    "torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()": (
+        torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed
+    ),
     _MKLDNN: torch._C._get_mkldnn_enabled,
     _CUDNN: torch._C._get_cudnn_enabled,
 }
@@ -64,6 +68,11 @@ _KERNEL_SWITCHES: dict[str, Callable[[], object]] = {
 }
 """Switches that decide which kernel an operation takes when it runs."""
 _KERNEL_GETTERS = tuple(_KERNEL_SWITCHES.values())
+
+
+def onednn_is_on() -> bool:
+    """Whether operations on a CPU may call oneDNN, whose kernels have scratch memory of their own."""
+    return bool(torch._C._get_mkldnn_enabled())
 
 
 def kernel_switches() -> tuple[object, ...]:

@@ -56,10 +56,22 @@ class _Random:
         state.put_back()
 
 
+class _Cuda:
+    """``torch.cuda`` for them. A state that has not changed is not set: cuDNN takes that for a new seed."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor) -> None:
+        if not torch.equal(state, torch.cuda.get_rng_state()):
+            torch.cuda.set_rng_state(state)
+
+
 class _Torch:
     """``torch`` for functions that keep a state of the generator."""
 
-    random = _Random()
+    random, cuda = _Random(), _Cuda()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

@@ -162,6 +162,8 @@ def hindering_mode() -> str | None:
         return f"{_transform()} is on, and plans do not go through transforms of functions"
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation (dual_level) is on, and plans have backwards alone"
+    if is_inside_a_replay():
+        return "a module around it is followed by replaying, which saves other tensors"
     if saved_tensors_are_changed():
         return "saved_tensors_hooks are on, and plans save other tensors than the step does without"
     if not torch._C._len_torch_dispatch_stack():
@@ -178,6 +180,12 @@ def hindering_mode() -> str | None:
 def _transform() -> str:
     key = torch._C._functorch.peek_interpreter_stack().key()
     return f"torch.func.{key.name.lower()}"
+
+
+def is_inside_a_replay() -> bool:
+    """Whether the innermost hooks on saved tensors are those of a module that is followed by replaying."""
+    hooks = hooks_on_saved_tensors()
+    return hooks is not None and str(getattr(hooks[0], "__module__", "")).startswith("planner.replay.")
 
 
 def saved_tensors_are_changed() -> bool:

@@ -141,7 +141,7 @@ class _WithoutChecks(TorchFunctionMode):
     ) -> Any:
         if func is not torch.nn.functional.one_hot:
             return func(*args, **(kwargs or {}))
-        return self._one_hot(*args, **(kwargs or {}))
+        return self._one_hot(*args, **{"tensor" if n == "input" else n: v for n, v in (kwargs or {}).items()})
 
     def _one_hot(self, tensor: torch.Tensor, num_classes: Any = -1) -> torch.Tensor:
         classes = int(num_classes)

@@ -75,6 +75,8 @@ class DataFreeLog:
             return
         made = [t for t in tree_leaves(result) if isinstance(t, FakeTensor)]
         if not made or (mutable and len(given) > len(tensors)):
+            if mutable:  # what it writes is not known from here on
+                self._storages -= {o.storage for o in origins if o is not None}
             return
         known = [(t, o) for t, o in zip(tensors, origins, strict=True) if o is not None]
         storages = {t.untyped_storage()._cdata: o.storage for t, o in known}

@@ -39,7 +39,7 @@ def _run_without_modes(loader: Any) -> None:
         return
 
     def exec_module(module: ModuleType) -> None:
-        del loader.exec_module
+        vars(loader).pop("exec_module", None)
         with without_modes():
             run(module)
 

@@ -13,7 +13,7 @@ class OneHotAsWithData(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.one_hot:
-            return _one_hot(*args, **(kwargs or {}))
+            return _one_hot(*args, **{"tensor" if n == "input" else n: v for n, v in (kwargs or {}).items()})
         return func(*args, **(kwargs or {}))
 
 

@@ -111,6 +111,18 @@ def _lengths(named: Mapping[str, Any], sizes: Sizes) -> None:
         _one_number(named["target_lengths"], sizes[1][2] // 2)
 
 
+def _packed(named: Mapping[str, Any], sizes: Sizes) -> None:
+    """Set the lengths of sequences, the longest first, to as many steps in all as were packed.
+
+    The kernel copies all steps but those that lie together already: of all sequences up to the end of the
+    shortest, or of the longest beyond the others. With these lengths hardly any do: no others take more.
+    """
+    lengths, (steps, *_), (longest,) = named["lengths"], *sizes
+    lengths.fill_(1)
+    for i in range(len(lengths)):
+        lengths[i] += min(steps - int(lengths.sum()), longest - 1)
+
+
 def _one_number(numbers: torch.Tensor, number: int) -> None:
     numbers.zero_()
     if numbers.numel():
@@ -137,6 +149,7 @@ _SIZED: dict[object, Callable[[Mapping[str, Any], Sizes], None]] = {
     aten.argwhere: _nonzero,
     aten.repeat_interleave: _repeated,
     aten.bincount: _counted,
+    aten._pack_padded_sequence: _packed,
     aten._unique: _distinct,
     aten._unique2: _distinct,
     aten.unique_consecutive: _distinct,

@@ -74,6 +74,28 @@ def leave_out(graph: Graph, gradients: Sequence[Node], absent: Collection[Node])
     return [node for node in graph.nodes if not merged.isdisjoint(_storages(node.all_input_nodes))]
 
 
+def read_by_functions(graph: Graph, gradients: Sequence[Node]) -> dict[Node, set[Node]]:
+    """The calls in the backwards of users' own functions, each with the gradients that lead to it.
+
+    The engine runs such a backward if any of its gradients arrives, and passes zeros for the others. It may
+    make anything of these, and may compute something of no gradient, as of auxiliary losses. Where it begins
+    and ends in a graph is not known: only that its calls lack AOTAutograd's mark.
+
+    Args:
+        graph: A backward, or forward and backward.
+        gradients: The inputs that are gradients of the forward's outputs.
+    """
+    lead = {gradient: {gradient} for gradient in gradients}
+    found = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        lead[node] = set().union(*(lead.get(n, ()) for n in node.all_input_nodes))
+        if "partitioner_tag" not in node.meta and node.meta.get("seq_nr") is not None and node.users:
+            found[node] = lead[node]
+    return found
+
+
 def _storages(nodes: Sequence[Node]) -> set[int]:
     """The storages that nodes' tensors lie in."""
     return {fake.storage_key(value) for node in nodes for value in call_tensors(node.meta.get("val"))}

@@ -1,5 +1,6 @@
 """Modules that hold what cannot be copied are planned; a copy shares it."""
 
+import copy
 import functools
 import queue
 import sys
@@ -345,3 +346,17 @@ def test_an_error_of_the_users_own_copying_names_its_line() -> None:
     )
     with pytest.raises(planner.CaptureError, match=wanted):
         planner.plan(Holding(Refusing()), torch.randn(4, 8), budget="min")
+
+
+class _CopiesItself:
+    def __copy__(self) -> str:
+        return "of its own"
+
+
+class _WithItsOwnCopy(nn.Linear, _CopiesItself):
+    """Its own way to be copied is that of a class behind nn.Module."""
+
+
+def test_a_class_behind_nn_module_copies_as_it_does() -> None:
+    assert copy.copy(_WithItsOwnCopy(2, 2)) == "of its own"
+    assert isinstance(copy.copy(nn.Linear(2, 2)), nn.Linear)
