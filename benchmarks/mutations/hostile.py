@@ -243,7 +243,7 @@ HOSTILE = [
         (
             Change(
                 "planner/costs/device_files.py",
-                "or not 0 < values[field] <= _FASTEST:",
+                "or not _SLOWEST <= values[field] <= _FASTEST:",
                 "or values[field] <= 0:",
             ),
         ),

@@ -179,7 +179,7 @@ IN_PLACE = [
         (
             Change(
                 "planner/problem/selection.py",
-                "    again += sorted(set(overwritten).difference(of_collectives))\n",
+                "    again += _overwritten(graph, kept)\n",
                 "",
             ),
         ),

@@ -110,7 +110,7 @@ RANKS = [
         (
             Change(
                 "planner/problem/selection.py",
-                "    kept += sorted(set(of_collectives).difference(again))\n",
+                "    kept += sorted(set(_of_collectives(graph)).difference(again))\n",
                 "",
             ),
         ),

@@ -8,7 +8,8 @@ from typing import Any
 _LARGEST_FILE = 1 << 20
 MOST_CHARACTERS = 200
 _MOST_BYTES = 1 << 50
-_FASTEST = 1e21
+_SLOWEST, _FASTEST = 1e3, 1e21
+"""Of FLOP/s and of bytes per second."""
 
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -43,11 +44,11 @@ def wrong_figure(values: Mapping[str, Any]) -> tuple[str, str] | None:
         return "kind", "'cpu' or 'cuda'"
     if not isinstance(flops, Mapping) or "float32" not in flops:
         return "flops", "FLOP/s by dtype, 'float32' among them"
-    if not all(_is_number(figure) and 0 < figure <= _FASTEST for figure in flops.values()):
-        return "flops", f"numbers above 0, and at most {_FASTEST:g}"
+    if not all(_is_number(figure) and _SLOWEST <= figure <= _FASTEST for figure in flops.values()):
+        return "flops", f"numbers of at least {_SLOWEST:g}, and at most {_FASTEST:g}"
     for field in ("bandwidth", "to_host", "from_host"):
-        if not _is_number(values[field]) or not 0 < values[field] <= _FASTEST:
-            return field, f"a number above 0, and at most {_FASTEST:g}"
+        if not _is_number(values[field]) or not _SLOWEST <= values[field] <= _FASTEST:
+            return field, f"a number of at least {_SLOWEST:g}, and at most {_FASTEST:g}"
     if not _is_number(values["launch_seconds"]) or not 0 <= values["launch_seconds"] <= 1:
         return "launch_seconds", "a number of at least 0, and at most 1"
     for field, least, most in (

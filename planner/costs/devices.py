@@ -92,6 +92,11 @@ class Device:
     to_host: float = 2e9
     from_host: float = 3e9
 
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if each.type is int:  # files write whole numbers as 5e8 too
+                object.__setattr__(self, each.name, int(getattr(self, each.name)))
+
     def flops_of(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
         """FLOP/s for matrix arithmetic in `dtype`; a dtype that is not listed counts as ``float32``."""
         if tf32 and dtype is torch.float32 and "tf32" in self.flops:

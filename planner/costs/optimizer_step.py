@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from planner._torch import fake as fake_
+from planner._torch import pytree
 from planner._torch.tensors import held_tensors
 from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner.addresses import identity
@@ -74,7 +75,8 @@ def optimizer_step(
     """Memory and time of an optimizer's step on a device.
 
     A fresh optimizer of the same class and settings takes two steps on tensors without data, under a
-    recorder: the first makes its state, the second is like all that follow. The user's own is only read. If
+    recorder: the first makes its state, the second is like all that follow. The user's own is only read. Of a
+    wrapper that passes everything on, as Accelerate's, the optimizer inside counts. If
     neither ``foreach`` nor ``fused`` is set, PyTorch's default on the device counts: on a GPU it updates
     whole lists of parameters at once, and the intermediate results of all are alive together.
 
@@ -87,9 +89,10 @@ def optimizer_step(
         shape_of: The shape of a parameter's shard on one rank; None if parameters are whole.
 
     Raises:
-        OptimizerError: There is no such optimizer, or its step fails.
+        OptimizerError: There is no such optimizer, its step fails, or it steps others.
     """
-    instance = isinstance(optimizer, torch.optim.Optimizer)
+    if instance := isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = _innermost(optimizer)
     trained = any(p.requires_grad for p in parameters)
     if optimizer is None or not (instance or trained):  # PyTorch refuses an optimizer of no parameters
         return OptimizerStep()
@@ -142,12 +145,36 @@ def optimizer_step(
     )
 
 
+def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside of wrappers whose parameters and state are properties: those of what is inside.
+
+    Raises:
+        OptimizerError: It steps others: planning would step these, which are the user's.
+    """
+    others = [x for x in pytree.tree_leaves(_attributes(optimizer)) if isinstance(x, torch.optim.Optimizer)]
+    if not others:
+        return optimizer
+    if len(others) > 1 or not isinstance(getattr(type(optimizer), "param_groups", None), property):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} holds {type(others[0]).__name__}, which its step may run: planning "
+            "must not. Pass the optimizer inside of it, or optimizer=None, and the plan does not count it"
+        )
+    return _innermost(others[0])
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer has of its own beside its parameters and their state, in new containers."""
+    own = {name: value for name, value in vars(optimizer).items() if name not in _NOT_TAKEN}
+    copied: dict[str, Any] = pytree.tree_map(lambda x: set(x) if type(x) is set else x, own)
+    return copied
+
+
 def _like(
     optimizer: torch.optim.Optimizer, fake: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.optim.Optimizer:
     """An optimizer with the same settings, none of the state and hooks, and other parameters."""
     fresh: torch.optim.Optimizer = object.__new__(type(optimizer))
-    own = {name: value for name, value in vars(optimizer).items() if name not in _NOT_TAKEN}
+    own = _attributes(optimizer)
     hooks: dict[str, Any] = {name: OrderedDict() for name, value in own.items() if name.endswith("_hooks")}
     vars(fresh).update({**own, **hooks})
     fresh.state = defaultdict(dict)

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from planner._torch.execution.form_operators import FORM_OF
 from planner._torch.execution.mask_operators import DRAW_MASK
 from planner._torch.fake import storage_key
-from planner._torch.operators import OpOverload, tf32_allowed, waits
+from planner._torch.operators import OpOverload, sized_by_data, tf32_allowed, waits
 from planner._torch.tensors import call_tensors
 from planner.costs.devices import Device
 
@@ -60,7 +60,7 @@ class Costs(Protocol):
 
 class Roofline:
     """The roofline of one device. It remembers times by operator and arguments: of tensors by type, shape and
-    strides."""
+    strides. Sizes of results that data decide count too."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -75,7 +75,8 @@ class Roofline:
             return 0.0
         tf32 = self.device.kind == "cuda" and tf32_allowed(func.overloadpacket in _CONVOLUTIONS)
         try:
-            key = (func, tf32, _signature([args, kwargs], {}))
+            sizes = tuple(t.shape for t in call_tensors(outputs)) if sized_by_data(func) else ()
+            key = (func, tf32, _signature([args, kwargs], {}), sizes)
             known = self._seconds.get(key)
         except TypeError:  # an argument that cannot be hashed
             return self._compute(func, args, kwargs, outputs, tf32)
@@ -96,7 +97,10 @@ class Roofline:
         flops = op_flops(func, args, kwargs, outputs)
         if flops:
             dtypes = (t.dtype for t in inputs if t.is_floating_point() or t.is_complex())
-            arithmetic = flops / self.device.flops_of(next(dtypes, torch.float32), tf32=tf32)
+            dtype = next(dtypes, torch.float32)
+            if dtype.is_complex:  # four multiplications for one, and as many additions
+                flops *= 4
+            arithmetic = flops / self.device.flops_of(dtype, tf32=tf32)
         if func.overloadpacket in _DRAWS and self.device.kind == "cpu":
             drawn = next(iter(call_tensors(outputs)), None)
             arithmetic = CPU_DRAW_SECONDS * int(drawn.numel()) if drawn is not None else 0.0
@@ -112,7 +116,7 @@ def op_flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], o
             return formula(args)
         if registered := flop_registry.get(packet):
             return float(registered(*args, **kwargs, out_val=outputs))
-    except (AssertionError, IndexError, TypeError, ValueError) as error:
+    except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
         logger.debug("no flop count for %s: %s", func, error)
     return 0.0
 
@@ -219,7 +223,7 @@ def _every_element_of(position: int) -> FlopFormula:
 
 
 def _linear(args: Sequence[Any]) -> float:
-    return 2.0 * int(args[0].numel()) * int(args[1].shape[0])
+    return 2.0 * int(args[0].numel()) * int(math.prod(args[1].shape[:-1]))
 
 
 def _packets(*names: str) -> frozenset[object]:

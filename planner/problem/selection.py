@@ -37,7 +37,7 @@ def select(
     Args:
         graph: The problem; its forward operations carry operator names and module paths.
         keep: The results of matching operations are always kept. So are results of collectives, in which
-            ranks take part together, unless ``recompute`` or a block selects them.
+            ranks take part together, unless ``recompute`` or a block selects them or they are overwritten.
         recompute: The results of matching operations are always recomputed. So are values inside of blocks
             that ``@planner.recompute`` decorates, and values that the step overwrites.
         checkpoints: The last result of every matching module is always kept. If nested modules match, as
@@ -57,9 +57,8 @@ def select(
         kept += [v for op in last.values() for v in _results(graph.ops[op])]
     again = [v for op in _matching(graph, recompute, "recompute", modules) for v in _results(graph.ops[op])]
     again += told_to_recompute(graph)
-    overwritten, of_collectives = _overwritten(graph, kept), _of_collectives(graph)
-    kept += sorted(set(of_collectives).difference(again))
-    again += sorted(set(overwritten).difference(of_collectives))
+    again += _overwritten(graph, kept)
+    kept += sorted(set(_of_collectives(graph)).difference(again))
     try:
         return Constraints(_marked(graph, kept), _marked(graph, again))
     except GraphError as error:

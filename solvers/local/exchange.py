@@ -197,7 +197,7 @@ def _spares(search: Search, schedule: Schedule, lives: Lifetimes) -> list[Move]:
 def _evictions(
     search: Search, schedule: Schedule, lives: Lifetimes, profile: PerStep, budget: int
 ) -> list[Move]:
-    graph, keep = search.graph, search.constraints.keep
+    graph, keep, banned = search.graph, search.constraints.keep, search.constraints.recompute
     table = graph.walk_table
     length = len(schedule)
     first = np.full(len(graph.ops), length, dtype=np.int64)
@@ -237,6 +237,9 @@ def _evictions(
                 rows, needed = _closure(graph, v, after, again, latest, end, region)
                 if not rows or (again and len(rows) == 1):
                     continue
+                longer = [w for w in needed if start[w] < graph.forward_length and end[w] < after]
+                if banned is not None and any(banned[value[w]] for w in longer):
+                    continue  # it would be kept beyond the forward
                 change = np.zeros(length, dtype=np.int64)
                 change[before + 1 : after] -= graph.bytes[v]
                 for w in needed:

@@ -173,7 +173,7 @@ def _write_value(
             terms = {alive: 1.0, previous: -1.0}
             if j == banned_from:
                 terms = {alive: 1.0}
-            if writes:
+            if writes and not keep:  # what is kept is not made again
                 terms[run[j]] = -1.0
             program.row(terms, high=0.0)
         if reads or (writes and not (on_demand and j == begin)):

@@ -150,7 +150,8 @@ def exact_model(graph: Graph, budget: int, constraints: Constraints = NO_CONSTRA
             alive[v, j] = pulp.LpVariable(f"alive_{v}_in_{j}", 1 if certain and not value.on_demand else 0, 1)
             makes, reads = v in outputs[slots[j].row], v in inputs[slots[j].row]
             if j > made:
-                source = (0 if j == gone_from else alive[v, SlotId(j - 1)]) + (run[j] if makes else 0)
+                again = makes and not (constraints.keep is not None and constraints.keep[v])
+                source = (0 if j == gone_from else alive[v, SlotId(j - 1)]) + (run[j] if again else 0)
                 problem += alive[v, j] <= source, f"{v}_in_{j}_was_there_or_is_made"
             if reads or (makes and not (value.on_demand and j == made)):
                 problem += alive[v, j] >= run[j], f"{v}_is_there_in_{j}"

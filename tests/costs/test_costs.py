@@ -42,6 +42,11 @@ def test_matrix_product_is_bound_by_arithmetic() -> None:
     assert seconds(aten.mm.default, a, b) == cpu_seconds(2 * 256 * 512 * 1024, 0)
 
 
+def test_a_complex_product_is_four_real_ones() -> None:
+    a = torch.empty(512, 512, dtype=torch.complex64)
+    assert seconds(aten.mm.default, a, a) == cpu_seconds(4 * 2 * 512**3, 0)
+
+
 def test_matrix_times_thin_matrix_is_bound_by_memory() -> None:
     a, b = torch.empty(256, 512), torch.empty(512, 1)
     assert seconds(aten.mm.default, a, b) == cpu_seconds(0, 4 * (256 * 512 + 512 + 256))
@@ -58,6 +63,7 @@ def test_matrix_times_thin_matrix_is_bound_by_memory() -> None:
         (aten.addmv.default, [(3,), (3, 5), (5,)], 2 * 3 * 5),
         (aten.dot.default, [(5,), (5,)], 2 * 5),
         (aten.linear.default, [(2, 3, 5), (7, 5)], 2 * 2 * 3 * 5 * 7),
+        (aten.linear.default, [(2, 3, 5), (5,)], 2 * 2 * 3 * 5),
         (aten.add.Tensor, [(3, 5), (3, 5)], 0),
     ],
 )
@@ -207,3 +213,13 @@ def test_answers_are_remembered_by_what_they_depend_on() -> None:
     one = roofline.seconds(*run(aten.sum.dim_IntList, torch.empty(100, 100), [0]))
     both = roofline.seconds(*run(aten.sum.dim_IntList, torch.empty(100, 100), [0, 1]))
     assert one != both
+
+
+def test_what_data_size_takes_the_seconds_of_its_size() -> None:
+    x = torch.empty(1000, 1000)
+    mask = torch.empty(1000, 1000, dtype=torch.bool)
+    device = Roofline(CPU)
+    few, many = (
+        device.seconds(aten.masked_select.default, (x, mask), {}, x.view(-1)[:n]) for n in (1, 10**6)
+    )
+    assert many - few == pytest.approx(4 * (10**6 - 1) / 10e9)

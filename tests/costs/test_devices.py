@@ -209,6 +209,14 @@ def test_a_device_of_ones_own_from_a_file(tmp_path: Path) -> None:
     path.write_text(json.dumps({"name": "capped", "like": "A100-80GB", "memory_bytes": 40 * GIB}))
     device = find_device(str(path))
     assert device == replace(find_device("A100-80GB"), name="capped", memory_bytes=40 * GIB)
+    whole_numbers = {"allocation_rounding_bytes": 512.0, "context_bytes": 5e8, "library_bytes": 1e7}
+    path.write_text(
+        json.dumps({"name": "floats", "like": "A100-80GB", "memory_bytes": 4e10, **whole_numbers})
+    )
+    assert type(round_bytes(find_device(str(path)), 13)) is int
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+    plan = planner.plan(module, (torch.randn(4, 8),), budget="400%", device=str(path), optimizer="Adam")
+    assert planner.Plan.loads(plan.dumps()).target.device == "floats"
     whole = asdict(find_device("T4"))
     path.write_text(json.dumps(whole))
     assert find_device(str(path)) == find_device("T4")
@@ -220,7 +228,9 @@ def test_a_device_of_ones_own_from_a_file(tmp_path: Path) -> None:
         ({"name": "x"}, ["missing", "kind", "'like'"]),
         ({"like": "A100-80GB", "memory": 3}, ["unknown field 'memory'", "memory_bytes"]),
         ({"like": "A100"}, ["could be any of"]),
-        ({"like": "T4", "bandwidth": -1}, ["bandwidth is -1", "above 0"]),
+        ({"like": "T4", "bandwidth": -1}, ["bandwidth is -1", "at least 1000"]),
+        ({"like": "T4", "from_host": 1e-10}, ["from_host is 1e-10", "at least 1000"]),
+        ({"like": "T4", "flops": {"float32": 1e-10}}, ["flops", "at least 1000"]),
         ({"like": "T4", "flops": {"float16": 1e12}}, ["flops", "'float32'"]),
         ({"like": "T4", "capability": [8]}, ["capability", "[8, 0]"]),
         ({"like": "T4", "kind": "tpu"}, ["kind is 'tpu'"]),

@@ -195,6 +195,66 @@ def test_settings_hooks_and_schedulers_of_an_instance_are_left_alone() -> None:
     assert all(p.grad is None for p in module.parameters())
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Steps another optimizer, whose parameters and state it has too."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, base.defaults)
+        self.base, self.param_groups, self.state = base, base.param_groups, base.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
+class PassedOn(Wrapper):
+    """As Accelerate's: it has nothing of its own."""
+
+    param_groups = property(lambda self: self.base.param_groups, lambda self, value: self._set(value))
+    state = property(lambda self: self.base.state, lambda self, value: setattr(self.base, "state", value))
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+
+    def _set(self, value: Any) -> None:
+        self.base.param_groups = value
+
+
+class Counting(torch.optim.SGD):
+    """Keeps lists of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.log: dict[str, list[int]] = {"steps": []}
+
+    def step(self, closure: Any = None) -> Any:
+        self.log["steps"].append(1)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [PassedOn, Wrapper])
+def test_the_optimizer_inside_of_a_wrapper_is_left_alone(kind: type[Wrapper]) -> None:
+    module = Module()
+    inner = torch.optim.Adam(module.parameters())
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    if kind is PassedOn:
+        alone = optimizer_step(inner, parameters_of(module), find_device("cpu"))
+        found = optimizer_step(kind(inner), parameters_of(module), find_device("cpu"))
+        assert (found.state_bytes, found.seconds) == (alone.state_bytes, alone.seconds)
+    else:
+        with pytest.raises(OptimizerError, match=r"Wrapper holds Adam.* Pass the optimizer inside of it"):
+            optimizer_step(kind(inner), parameters_of(module), find_device("cpu"))
+    assert not inner.state
+    assert all(a is b for a, b in zip(inner.param_groups[0]["params"], module.parameters(), strict=True))
+
+
+def test_lists_of_an_optimizer_are_left_alone() -> None:
+    module = Module()
+    optimizer = Counting(module.parameters())
+    optimizer_step(optimizer, parameters_of(module), find_device("cpu"))
+    assert optimizer.log == {"steps": []}
+
+
 def test_an_optimizer_that_asks_for_norms() -> None:
     module = Module()
     found = optimizer_step(

@@ -241,6 +241,11 @@ def test_convolutions_of_float32_without_tf32(monkeypatch: pytest.MonkeyPatch) -
     assert right == [230, 227, 221, 214]
 
 
+def test_a_batch_of_none_takes_no_scratch() -> None:
+    heads = [meta(0, 4, 64, 256, dtype=HALF)] * 3
+    assert scratch(aten._scaled_dot_product_flash_attention.default, *heads, device="A100-80GB") == 0
+
+
 def test_formulas_take_microseconds() -> None:
     meter = cuda_scratch(find_device("H100"))
     assert meter is not None

@@ -883,3 +883,75 @@ def test_random_row_wise_graphs(
         for one, other in zip(whole, results, strict=True):
             if one is not None:
                 assert torch.allclose(one, other, rtol=accuracy, atol=accuracy)
+
+
+def _like(*shape: int) -> torch.Tensor:
+    return torch.sin(torch.arange(math.prod(shape), dtype=torch.float64)).view(shape)
+
+
+ODD: dict[str, tuple[tuple[int, ...], Any]] = {
+    "one row meets several": ((40,), lambda x: ((x[-1:] - _like(16, 24)) ** 2).mean()),
+    "one row is expanded": ((40,), lambda x: (x[:1].expand(3, -1) * _like(3, 24)).square().sum()),
+    "each sequence's last meets several": (
+        (4, 32),
+        lambda x: F.mse_loss(x[:, -1:].expand(4, 3, 24), _like(4, 3, 24)),
+    ),
+    "one row is viewed": ((40,), lambda x: x[3:4].view(1, 1, 24).softmax(-1).square().mean()),
+    "no row": ((2, 21), lambda x: x[:, 2:2].square().sum()),
+    "several results": ((40,), lambda x: torch.frexp(x)[0].square().sum()),
+    "a norm of what is small": ((4, 32), lambda x: F.layer_norm(x.logsumexp(-1), (32,)).square().mean()),
+    "a loss of three dimensions": ((2, 21), lambda x: x.square().mean((0, 1, 2), keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_rows_and_results(name: str) -> None:
+    class Head(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(6, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ODD[name][1](self.head(x))
+
+    torch.manual_seed(0)
+    model, x = Head().double(), torch.randn(*ODD[name][0], 6, dtype=torch.float64)
+    joint, outputs = joint_of(model, x)
+    given = [x, *model.parameters(), torch.full_like(model(x), 3.0)]
+    whole = torch.fx.Interpreter(joint).run(*given, enable_io_processing=False)
+    for form in FORMS:
+        made = split_where_possible(joint, outputs, Split(form, 3))
+        results = torch.fx.Interpreter(made.joint).run(*given, enable_io_processing=False)
+        for one, other in zip(whole, results, strict=True):
+            assert one is None or torch.allclose(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "rounded",
+    [lambda g: g.to(torch.float8_e4m3fn).float(), lambda g: (g * 1e4).to(torch.int32).float() / 1e4],
+)
+def test_a_gradient_that_a_hook_rounds_is_no_multiple(rounded: Any) -> None:
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits.register_hook(rounded)
+        return mean(logits, labels)
+
+    with pytest.raises(CaptureError, match="gradients cannot be computed in the forward"):
+        in_pieces(prepared(LanguageModel(loss), batch()), Split("forward", 4))
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("weight", [None, torch.linspace(0.5, 1.5, VOCABULARY)])
+def test_a_mean_of_half_precision_is_rounded_once(kind: torch.dtype, weight: torch.Tensor | None) -> None:
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        of = None if weight is None else weight.to(logits.dtype)
+        return F.cross_entropy(60 * logits.flatten(0, -2), labels.flatten(), weight=of)
+
+    torch.manual_seed(0)
+    model, args = LanguageModel(loss).to(kind), batch((4, 750))
+    planned = in_pieces(prepared(model, args), Split("backward", 2)).apply(copy.deepcopy(model))
+    scores = (60 * model(*args)["logits"].flatten(0, -2)).log_softmax(-1)
+    exact = F.nll_loss(
+        scores.double(), args[1].flatten(), None if weight is None else weight.to(kind).double()
+    )
+    error = (planned(*args)["loss"] - exact).abs() / exact
+    assert error < torch.finfo(kind).eps * (1 if weight is None else 2)  # the weights' sum is rounded too

@@ -3,7 +3,8 @@
 import pytest
 
 import planner
-from planner.problem.selection import SelectionError
+from planner.problem.selection import SelectionError, select
+from solvers import Graph, Op, Phase, Value
 from tests.small import small_gpt
 
 
@@ -62,3 +63,14 @@ def test_a_contradiction_is_refused() -> None:
     model, args, kwargs = small_gpt(layers=4)
     with pytest.raises(SelectionError, match="contradict"):
         planner.plan(model, args, kwargs, budget="80%", keep=["blocks.0"], recompute=["blocks.0.widen"])
+
+
+def test_a_collectives_result_is_kept_unless_the_step_overwrites_it() -> None:
+    gather = "_c10d_functional.all_gather_into_tensor.default"
+    ops = [Op((), (v,), 1.0, name=gather) for v in range(2)]
+    ops.append(Op((0, 1), (), 1.0, phase=Phase.BACKWARD))
+    constraints = select(Graph(tuple(ops), (Value(8, "kept"), Value(8, "overwritten", overwritten=True))))
+    assert constraints.keep is not None
+    assert constraints.keep.tolist() == [True, False]
+    assert constraints.recompute is not None
+    assert constraints.recompute.tolist() == [False, True]

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from solvers import SOLVERS, Graph, Status, check, portfolio, simulate
+from solvers import SOLVERS, Graph, Op, Phase, Status, Value, check, portfolio, simulate
+from solvers.model.constraints import Constraints
 from solvers.programs import exact_ilp
 from solvers.programs.lower_bound import lower_bound
+from solvers.reference.programs import exact_model
 from tests.graphs import chain, graphs, random_dag
 
 pytestmark = pytest.mark.usefixtures("no_hurry")
@@ -45,6 +47,23 @@ def test_exact_is_exact(seed: int, fraction: float) -> None:
         assert solution.status is Status.OPTIMAL
         assert solution.seconds == pytest.approx(expected, rel=1e-6)
         assert lower_bound(graph, budget).seconds <= expected + 1e-6
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_is_kept_is_not_made_again_behind_its_first_read() -> None:
+    """Either result of the forward has to go while the workspace is there; the kept one is cheaper."""
+    backward = Phase.BACKWARD
+    ops = [
+        *(Op((), (0,), 1.0), Op((0,), (1,), 10.0), Op((0,), (2,), 1.0, phase=backward)),
+        *(Op((2,), (), 1.0, 100, phase=backward), Op((0, 1, 2), (), 1.0, phase=backward)),
+    ]
+    graph = Graph(tuple(ops), (Value(100, "kept"), Value(100, "other"), Value(1, "gradient")))
+    assert exact_ilp.solve(graph, 250).seconds == graph.base_seconds + 1
+    constraints = Constraints(keep=np.array([True, False, False]))
+    solution = exact_ilp.solve(graph, 250, constraints=constraints)
+    assert solution.seconds == graph.base_seconds + 10
+    assert exact_model(graph, 250, constraints).least_seconds() == pytest.approx(solution.seconds)
+    assert graph.base_of[solution.schedule].tolist() == [0, 1, 2, 3, 1, 4]
 
 
 @pytest.mark.parametrize("name", [n for n in SOLVERS if n not in ("exact", "manual")])

@@ -5,10 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import Graph, check, recompute, simulate
+from solvers import Graph, Op, Phase, Value, check, recompute, simulate
 from solvers.local.exchange import exchange
 from solvers.local.polish import delay, is_rerun, polish, prune
+from solvers.model.constraints import Constraints
 from solvers.model.incumbent import Search
+from solvers.model.schedule import lifetimes
 from solvers.programs import ilp
 from tests.graphs import chain, graphs, random_dag
 
@@ -77,3 +79,24 @@ def test_exchange_evicts_what_is_idle_to_spare_what_is_dear() -> None:
     after = exchange(search, before, budget)
     assert after.peak_bytes <= budget
     assert after.seconds < 0.98 * before.seconds
+
+
+def test_exchange_holds_on_to_nothing_that_is_to_be_made_again() -> None:
+    """The large result would be made again of the small one, if that lived on from the forward."""
+    backward = Phase.BACKWARD
+    ops = [
+        *(Op((), (0,), 100.0), Op((), (1,), 10.0), Op((1,), (2,), 1.0)),
+        Op((0, 2), (3,), 1.0, recomputable=False),
+        *(Op((3,), (4,), 1.0, 50, phase=backward), Op((2, 4), (), 1.0, phase=backward)),
+        Op((0, 4), (), 1.0, phase=backward),
+    ]
+    graph = Graph(tuple(ops), tuple(Value(size, f"v{v}") for v, size in enumerate((100, 10, 100, 100, 1))))
+    again = np.array([False, True, False, False, False])
+    search = Search("test", graph, 320, constraints=Constraints(recompute=again))
+    before = search.try_schedule(recompute(graph, np.array([False, False, True, True, True])))
+    after = exchange(search, before, 320)
+    assert after.seconds < before.seconds
+    lives = lifetimes(graph, after.schedule)
+    of_forward = again[lives.value] & (lives.start < graph.forward_length)
+    assert of_forward.any()
+    assert (lives.end[of_forward] < graph.forward_length).all()

@@ -38,7 +38,13 @@ class CudaScratch:
             return NOT_RUN
         try:
             scratch = formula(Arguments(call), self._processor)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # sizes data decide
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ) as error:  # sizes data decide
             logger.debug("no scratch known for %s: %s", call.func, error)
             return NOT_RUN
         return OpMemory(scratch, ()) if scratch else NOT_RUN

@@ -37,6 +37,11 @@ _FIRST = frozenset(
 )
 """Linear in the first argument."""
 
+_FINE = frozenset(
+    {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128}
+)
+"""Types whose numbers are so near to each other that what is rounded to them counts as a multiple."""
+
 _ZEROS = frozenset({aten.new_zeros.default, aten.zeros_like.default, aten.zeros.default})
 
 
@@ -51,6 +56,9 @@ def is_linear(node: Node, gradients: Collection[Node]) -> bool:
     args: Any = node.args
     if not read or node.target in _ZEROS:
         return True
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and value.dtype not in _FINE:
+        return False
     if node.target in _EITHER:
         return len(read) == 1 and args[0] is not args[1]
     if node.target in _BOTH:

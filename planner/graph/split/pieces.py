@@ -131,10 +131,13 @@ def _copied(joint: GraphModule) -> GraphModule:
 
 def _divide_means(joint: GraphModule) -> None:
     """Let a mean of negative log likelihoods be their sum, divided by the sum of their weights, and that be
-    computed of the targets alone, where each has a weight of one."""
+    computed of the targets alone, where each has a weight of one. In half precision a mean is rounded once,
+    as by kernels of whole means: sums may be larger than any of its numbers."""
     graph = joint.graph
     for node in graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default):
-        _, target, weight, reduction, ignored = node.args
+        scores, target, weight, reduction, ignored = node.args
+        dtype = scores.meta["val"].dtype
+        wide = {"dtype": torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype}
         results = {user.args[1]: user for user in node.users}
         after = node.next
         while after in results.values():
@@ -143,15 +146,19 @@ def _divide_means(joint: GraphModule) -> None:
         total = results.get(1)
         if total is not None and weight is None and reduction != 0:
             counted = emit.call(node, aten.ne.Scalar, (target, ignored))
-            kwargs = {"dtype": total.meta["val"].dtype}
-            count = emit.call(node, aten.sum.dim_IntList, (counted, [0]), kwargs)
-            total.replace_all_uses_with(count)
+            count = emit.call(node, aten.sum.dim_IntList, (counted, [0]), wide)
+            total.replace_all_uses_with(_cast(emit, count, dtype))
             total = count
         if reduction == 1 and 0 in results:
             node.args = (*node.args[:3], 2, ignored)
-            total = total or emit.call(node, operator.getitem, (node, 1))
-            mean = emit.call(node, aten.div.Tensor, (results[0], total))
-            results[0].replace_all_uses_with(mean, delete_user_cb=lambda user, mean=mean: user is not mean)
+            total, summed = total or emit.call(node, operator.getitem, (node, 1)), results[0]
+            if wide["dtype"] is not dtype:
+                each = emit.call(node, node.target, (scores, target, weight, 0, ignored))
+                each = emit.call(node, operator.getitem, (each, 0))
+                summed = emit.call(node, aten.sum.dim_IntList, (each, [0]), wide)
+            divided = emit.call(node, aten.div.Tensor, (summed, total))
+            mean = _cast(emit, divided, dtype)
+            results[0].replace_all_uses_with(mean, delete_user_cb=lambda user, by=divided: user is not by)
     for node in graph.find_nodes(op="call_function", target=aten.nll_loss_backward.default):
         gradient, *between, reduction, ignored, total = node.args
         emit = Emitter(graph, node, "is_backward")
@@ -168,6 +175,12 @@ def _divide_means(joint: GraphModule) -> None:
         value = total.meta["val"]
         unused = emit.call(node, aten.full.default, ([], 1.0), {"dtype": value.dtype, "device": value.device})
         node.args = (gradient, *between, 2 if reduction == 1 else reduction, ignored, unused)
+
+
+def _cast(emit: Emitter, node: Node, dtype: torch.dtype) -> Node:
+    """A value in a type."""
+    same = node.meta["val"].dtype is dtype
+    return node if same else emit.call(node, aten._to_copy.default, (node,), {"dtype": dtype})
 
 
 class _Pieces:
@@ -235,6 +248,8 @@ class _Pieces:
         dropped = self._drop_outputs(emit)
         if gradient is not None:
             later = Emitter(self._graph, self._begin(backward, [gradient]), "is_backward")
+            if gradient.meta["val"].dim():  # a product has no more dimensions than the total
+                gradient = later.call(gradient, aten.view.default, (gradient, []))
             for node in backward:
                 if node in self._totals and node in self._of_gradients:
                     made_early = self._totals[node]
@@ -300,10 +315,10 @@ class _Pieces:
         """The number that all gradients of the run are multiples of."""
         _, backward = self._halves
         found = {n for n in self._operands(backward) if n in self._of_gradients}
-        while len(found) > 1 or any(n.meta["val"].numel() > 1 for n in found):
+        while len(found) > 1 or not all(map(_is_one, found)):
             last = max(found, key=self._place.__getitem__)
             before = [n for n in last.all_input_nodes if n in self._of_gradients]
-            one = len(before) == 1 and (before[0].meta["val"].numel() == 1 or last.target in _VIEWS)
+            one = len(before) == 1 and (_is_one(before[0]) or last.target in _VIEWS)
             if not one or not is_linear(last, self._of_gradients):
                 raise CaptureError(_NOT_EARLY)
             found = {*found - {last}, *before}
@@ -316,7 +331,7 @@ class _Pieces:
         late = _reached(self._graph, {*self._run.steps, *filter(_draws, self._graph.nodes)})
         while late.isdisjoint(gradient.all_input_nodes) and is_linear(gradient, self._of_gradients):
             before = [n for n in gradient.all_input_nodes if n in self._of_gradients]
-            if len(before) != 1 or before[0].meta["val"].numel() > 1:
+            if len(before) != 1 or not _is_one(before[0]):
                 break
             (gradient,) = before
         return gradient
@@ -470,6 +485,12 @@ def _casts(node: Node) -> list[Node]:
         else:
             return []
     return found
+
+
+def _is_one(node: Node) -> bool:
+    """Whether the result is a tensor of one element."""
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and int(value.numel()) == 1
 
 
 def _draws(node: Node) -> bool:

@@ -20,14 +20,14 @@ def _placed(like: Rows, of: Sequence[int], shape: Sequence[int]) -> Rows | None:
     """The dimensions of a shape that are the rows of another shape of as many elements."""
     before, many, after = math.prod(of[: like.start]), math.prod(like.of(of)), math.prod(of[like.end :])
     start, seen = 0, 1
-    while start < len(shape) and (seen < before or shape[start] == 1):
+    while start < len(shape) and (seen < before or (shape[start] == 1 < many)):
         seen *= shape[start]
         start += 1
     end, rows = start, 1
-    while end < len(shape) and rows < many:
+    while end < len(shape) and (rows < many or end == start):  # a single row has a dimension too
         rows *= shape[end]
         end += 1
-    fits = seen == before and rows == many and math.prod(shape[end:]) == after
+    fits = end > start and seen == before and rows == many and math.prod(shape[end:]) == after
     return like._replace(start=start, end=end) if fits else None
 
 
@@ -49,9 +49,21 @@ def piecewise(node: Node, known: Known) -> Piecewise | None:
     if uses_generator(node.target):
         return None  # a piece would draw other numbers
     rule = _RULES.get(node.target)
-    if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+    one_result = isinstance(node.meta.get("val"), torch.Tensor)
+    if rule is None and one_result and torch.Tag.pointwise in getattr(node.target, "tags", ()):
         rule = _pointwise
-    return None if rule is None else rule(node, known)
+    made = None if rule is None else rule(node, known)
+    return None if made is not None and one_result and _repeats(node, made, known) else made
+
+
+def _repeats(node: Node, made: Piecewise, known: Known) -> bool:
+    """Whether a result has more rows than what it is computed of, each of which is repeated then."""
+    if made.rows is None:
+        return False
+    count = math.prod(made.rows.of(shape_of(node)))
+    read = [n for n in node.all_input_nodes if n in known and isinstance(n.meta["val"], torch.Tensor)]
+    alike = [n for n in read if known[n].parts == made.rows.parts]  # a slice has other rows
+    return any(math.prod(known[n].of(shape_of(n))) != count for n in alike)
 
 
 def is_mask(node: Node) -> bool:
@@ -174,7 +186,7 @@ def _part(
     left_out: list[Any] = [None, None, 1]
     first, last, step = [*bounds, *left_out[len(bounds) :]]
     begin, end, _ = slice(first, last).indices(sizes[dim])
-    if step != 1 or end - begin != shape_of(sliced)[dim]:
+    if step != 1 or begin == end or end - begin != shape_of(sliced)[dim]:
         return None
     whole = end - begin == sizes[dim]
     return [] if whole else [Part(tuple(rows.of(sizes)), dim - rows.start, begin, end)]
