@@ -89,7 +89,9 @@ class PlanRecord(Record):
     _made_with: Any = PrivateAttr(default=None)
 
     schema_version: Literal[2] = 2
-    created_with: dict[Label, Label] = Field(max_length=100, description="versions of what made the plan")
+    created_with: dict[Label, Label] = Field(
+        max_length=100, description="versions of what made the plan, and on a CPU the number of its threads"
+    )
     coverage: Coverage = Field(
         description="one-graph: a graph holds all of the forward; several-graphs: several do, planned as one "
         "step; partly-captured: operations between graphs run as written; replayed: no graph is captured"

@@ -46,7 +46,7 @@ def test_what_is_not_well_is_on_the_page_by_name() -> None:
             "results": [_result(equal=False, problems=["loss 0 differs"])],
         },
     }
-    page = markdown(rows, 5)
+    page = markdown(rows, 5, "auto")
     assert "2 cases of 5, 3 samples" in page
     assert "## DIFFERENT\n\n- `float32/train/nn.RNN`: loss 0 differs" in page
     assert "float32/operator/add" not in page
