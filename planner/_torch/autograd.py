@@ -235,6 +235,11 @@ def hooks_on_saved_tensors() -> Any:
     return None if top is None else top(False)
 
 
+def saved_tensors_hooks_are_allowed() -> bool:
+    """Whether hooks on saved tensors may be set here: not inside of ``torch.func.grad``, for one."""
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+
+
 @contextlib.contextmanager
 def no_saved_tensors_hooks() -> Iterator[None]:
     """A context without the hooks on saved tensors of the code around it.

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from planner._torch.autograd import saved_tensors_hooks_are_allowed
 from planner._torch.compat import disable
 from planner._torch.tracing import recording
 from planner._torch.tracing.block_marks import marked
@@ -118,7 +119,7 @@ def _decorated(block: Any, kind: str, name: str | None) -> Any:
 
 @constant
 def _runs_as_it_is() -> bool:
-    return recording.is_recorded() or plans_are_off()
+    return recording.is_recorded() or plans_are_off() or not saved_tensors_hooks_are_allowed()
 
 
 def _wrapped(function: Callable[..., Any], kind: str, name: str | None, named: str, title: str) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from planner._torch import pytree
-from planner._torch.tensors import writes
+from planner._torch.tensors import without_history, writes
 from planner.blocks.running import switched, switched_off
 from planner.errors import InputsChanged, PlannerError
 from planner.training_step.generators import GeneratorStates, is_generator
@@ -75,7 +75,7 @@ class _Run:
         around = list(from_around(function, *objects, objects=True))
         self._modules = list(dict.fromkeys(x for x in [*leaves, *around] if isinstance(x, torch.nn.Module)))
         self._around = [x for x in around if isinstance(x, torch.Tensor)]
-        self._others = (function, args, kwargs, *around)
+        self._others = (function, args, kwargs, *(x for x in around if not isinstance(x, torch.Tensor)))
         inner = inner_function(function)
         own = inner if isinstance(inner, FUNCTIONS) else type(inner)  # others may have no hash
         self._key = self._modules[0] if self._modules else own
@@ -111,6 +111,7 @@ class _Run:
             for held in around[: len(self._around)]:
                 held.copy()
         self._python = PythonState(self._modules, self._others, objects=True)
+        self._python.let_go_of_graphs()
         given = [x for x in pytree.tree_leaves((args, kwargs)) if is_generator(x)]
         self._generators = [*self._python.generators, *given]
         self._states = GeneratorStates.now(self._generators)
@@ -135,6 +136,10 @@ class _Run:
         self._unchanged = [held for held in everything if id(held) not in kept]
         for held in self._unchanged:
             held.saved = None
+        for held in around:  # a graph of an earlier call would hold that call's inputs, and its run
+            if type(held.tensor) is torch.Tensor:
+                held.tensor = without_history(held.tensor)
+        self._around.clear()
         return result
 
     def _second(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -210,6 +215,8 @@ class _Held:
         if guess and self.saved.device.type != "cpu" and self.saved.nbytes <= _SMALL_BYTES:
             return not self._needs_gradient
         now, then = self.tensor.detach(), self.saved
+        if now.is_complex():  # complex halves cannot be compared as such
+            now, then = torch.view_as_real(now.resolve_conj()), torch.view_as_real(then.resolve_conj())
         return not (torch.equal(now, then) or ((now == then) | (now.isnan() & then.isnan())).all())
 
     def again(self) -> torch.Tensor:

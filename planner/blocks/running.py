@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import torch
 
+from planner._torch.checkpoint_frames import Switch
+
 _T = TypeVar("_T")
 
 
@@ -17,6 +19,7 @@ class _Here(threading.local):
 
 
 _here = _Here()
+_plans, _off = Switch(), Switch()
 _numbers = itertools.count()
 
 
@@ -52,13 +55,13 @@ def constant(function: Callable[[], _T]) -> Callable[[], _T]:
 @constant
 def run_by_a_plan() -> bool:
     """Whether a plan recomputes the blocks."""
-    return _here.by_plan
+    return _plans.here(_here.by_plan)
 
 
 @constant
 def switched_off() -> bool:
     """Whether the recomputation of blocks is off."""
-    return _here.switched_off
+    return _off.here(_here.switched_off)
 
 
 @constant

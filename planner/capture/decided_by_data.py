@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import torch
+from torch.fx import Node
 
 from planner._torch.tensors import SPARSE
 from planner._torch.without_data.answers import Answers
@@ -100,8 +101,12 @@ def has_unknown_functions(joints: Iterable[JointGraph]) -> bool:
     return any(
         len(joint.tangents) > 1 and len(read) != 1
         for joint in joints
-        for read in read_by_functions(joint.graph, joint.tangents).values()
+        for read in read_by_functions(joint.graph, joint.tangents, _gradients(joint)).values()
     )
+
+
+def _gradients(joint: JointGraph) -> list[Node]:
+    return [result for result in joint.outputs[1] if isinstance(result, Node)]
 
 
 def _differentiates_a_product(joint: JointGraph) -> bool:

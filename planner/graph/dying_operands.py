@@ -103,6 +103,10 @@ _LITTLE_SCRATCH = frozenset(
 """Operators that allocate little besides their results while they run."""
 
 
+_READ_APART = frozenset({*_AT_INDICES, aten.addmm.default})
+"""Operators that read other elements of their further arguments than those that they write."""
+
+
 class Writing(NamedTuple):
     """A call that writes its result into one of its arguments.
 
@@ -247,6 +251,8 @@ class _Storages:
         """Whether an argument of a node has the form of its result, and dies there."""
         operand = node.args[position] if position < len(node.args) else None
         if not isinstance(operand, Node) or not _same_form(operand.meta.get("val"), node.meta["val"]):
+            return False
+        if node.target in _READ_APART and node.args.count(operand) > 1:
             return False
         key = self._key(operand.meta["val"])
         maker = self._maker[self._first[key]]

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 
 from planner._torch import autograd
+from planner._torch.tensors import SPARSE
 from planner.compiled.calls import Call, Calls, Token
 from planner.compiled.graph_hook import GraphHook
 from planner.errors import FreedError, PlanMismatch
 
 
 class Awaiting(GraphHook):
-    """Notes in a module's calls when the backward of one of its graphs runs. It is a graph's last hook: where
-    another refuses a backward, nothing is freed, and the backward can be repeated.
+    """Notes in a module's calls when the backward of one of its graphs runs. Hooks that may refuse a backward
+    come before it: then nothing is freed, and the backward can be repeated.
 
     Args:
         calls: The calls of the module.
@@ -45,6 +46,11 @@ class Awaiting(GraphHook):
                 "the backward of a planned module runs for one gradient of an output, and is asked for "
                 "several at once (is_grads_batched=True, vectorize=True). Ask for one after another, or use "
                 "planner.remove(model) for such steps"
+            )
+        if any(g is not None and g.layout in SPARSE for g in gradients):
+            raise PlanMismatch(
+                "a sparse gradient arrives at an output of a planned graph, as of an embedding outside it, "
+                "whose backward was traced for dense ones: plan with backend='replay', or without sparse=True"
             )
         if not autograd.graph_is_kept():
             call.done = True

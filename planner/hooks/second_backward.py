@@ -3,7 +3,7 @@ multiplies them in place."""
 
 from typing import Any
 
-from planner.compiled.graph_hook import GraphHook, HookContext
+from planner.compiled.graph_hook import GraphHook
 from planner.errors import FreedError
 from planner.graph.dying_operands import RUNS_ONCE
 from planner.graph.trace import TracedGraph
@@ -28,8 +28,3 @@ def _look(ran: list[bool]) -> None:
             "backward once, or plan with split='none'"
         )
     ran.append(True)
-
-
-def hook(context: HookContext) -> GraphHook:  # noqa: ARG001
-    """A hook for every graph; it does nothing where the loss is not in pieces."""
-    return SecondBackward()

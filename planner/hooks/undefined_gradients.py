@@ -122,10 +122,10 @@ def without_gradients(module: GraphModule, absent: frozenset[int], count: int) -
 
 
 def _refuse_unknown_functions(graph: torch.fx.Graph, gradients: Sequence[Node], absent: set[Node]) -> None:
-    for node, read in read_by_functions(graph, gradients).items():
+    for node, read in read_by_functions(graph, gradients, graph.output_node().all_input_nodes).items():
         if not read or (read & absent and read - absent):
             raise PlanMismatch(
                 "some outputs of the module got no gradient, and a graph does not say what the backward of a "
-                f"torch.autograd.Function does then (it calls {node.target}): plan with backend='replay', or "
+                f"torch.autograd.Function does then (at {node.name}): plan with backend='replay', or "
                 "train by the outputs that the plan was made with"
             )

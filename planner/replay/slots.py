@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from planner._torch import operators
+from planner._torch.cuda.streams import MadeOn
 from planner._torch.execution import noise_operators
 from planner._torch.execution.bernoulli_draws import FASTER
 from planner._torch.execution.settings import settings
@@ -56,6 +57,7 @@ class Slots:
         self.unpack: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
         self.changed: set[int] = set()
         self.strayed = False
+        self._made_on = MadeOn()
         self._refs: dict[int, Any] = {}  # weak references to the storages
         self._versions: dict[int, int | None] = {}
         self._counted_elsewhere: set[int] = set()  # kept: Python's tensor has another version counter
@@ -103,6 +105,7 @@ class Slots:
             if kept:
                 self.tensors[slot] = alias_inside(tensor)
                 self.kept.add(slot)
+                self._made_on.note(slot, tensor)
                 if is_factory(func):
                     self._counted_elsewhere.add(slot)
 
@@ -128,6 +131,7 @@ class Slots:
         nonzero = masks.nonzero_value(func, out, args)
         if nonzero is not None and slot in self._masked and self.holds(slot, out) and fills_storage(out):
             self.tensors[bits] = noise_operators.pack(out, nonzero)
+            self._made_on.note(bits, out)
             self.unpack[slot] = partial(
                 noise_operators.unpack, count=out.numel(), dtype=out.dtype, nonzero=nonzero
             )
@@ -184,6 +188,7 @@ class Slots:
     def put(self, slot: int, made: torch.Tensor) -> None:
         """Fill a slot with a tensor that was made again."""
         self.tensors[slot] = made
+        self._made_on.note(slot, made)
         self.kept.discard(slot)
 
     def checked(self, slot: int) -> torch.Tensor | None:
@@ -195,6 +200,7 @@ class Slots:
         base = self.tensors.get(slot)
         if base is not None and slot in self.kept and version_of(base) != self._versions[slot]:
             raise changed_error(base)
+        self._made_on.wait(slot, base)
         return base
 
     def checked_or_unpacked(self, slot: int) -> torch.Tensor | None:
@@ -202,6 +208,7 @@ class Slots:
         base = self.checked(slot)
         if base is None and slot in self.unpack:
             bits = self.tensors.get(self._bits[slot])
+            self._made_on.wait(self._bits[slot], bits)
             return None if bits is None else self.unpack[slot](bits)
         return base
 

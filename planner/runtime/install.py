@@ -201,9 +201,11 @@ def unpickled(
     if model is not None and not plans_are_off():
         try:
             plan = PlanRecord.loads(text, source="the plan of the pickled model")
+            if plan.target.backend != "replay" and (off := graphs_are_off()) is not None:
+                raise PlanFileError(off)
             # Its backend options need no check: whoever writes a pickle can run anything without them.
             install(model, _call_of(plan, model, checked(on_new_shape), arena=arena))
-        except PlanFileError as error:
+        except PlannerError as error:
             warn(
                 f"the model is unpickled without its plan: {error}. Plan it again, or apply the "
                 "plan from a file"

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from planner._torch import modules
+from planner._torch.autograd import saved_tensors_hooks_are_allowed
 from planner._torch.tracing.callbacks import parts_run_uncompiled
+from planner._torch.tracing.hindrances import END_IT
 from planner.blocks.running import blocks_run_as_written
 from planner.compiled.calls import Calls
 from planner.errors import warn
@@ -44,6 +46,9 @@ class ReplayedCall(PlanCall):
                 self._told_of_units = True
                 warn(OTHER_UNITS)
             return self.run_original(*args, **kwargs)
+        if not saved_tensors_hooks_are_allowed():
+            self.unplanned.hindered_call("disable_saved_tensors_hooks is on, and replays need some", END_IT)
+            return self.run_original(*args, **kwargs)
         self._calls.begin()
         self._begin()
         output = self._program(args, kwargs, _as_it_is)(self._model, args, kwargs)
@@ -64,12 +69,16 @@ def _followers(
     # Calls by hooks on these modules are not counted: fully_shard gathers and frees by such hooks.
     units = ["", *plan.model.regions] if planned is not None and planned.kind == "fsdp2" else []
 
+    def run(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with blocks_run_as_written(), parts_run_uncompiled():  # as when the step was recorded
+            return modules.module_call(model, *args, **kwargs)
+
     def watch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal begun
         begun += 1
         if begun > FIRST_STEPS and begun % ONE_IN:
-            return _as_it_is(model, args, kwargs)
-        forward = partial(_as_it_is, model, args, kwargs)
+            return run(model, args, kwargs)
+        forward = partial(run, model, args, kwargs)
         output, step = watched(loaded, forward, map(model.get_submodule, units))
         if step is not None:
             paths.met = paths.met or step.other_path
@@ -77,14 +86,11 @@ def _followers(
         return output
 
     if not loaded.program.runs and plan.predicted.dynamic_peak_bytes >= plan.baseline.dynamic_peak_bytes:
-        return watch, _as_it_is  # nothing is dropped
+        return watch, run  # nothing is dropped
 
     def follow(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         nonlocal warned
-        with blocks_run_as_written(), parts_run_uncompiled():  # as when the step was recorded
-            output, step = followed(
-                loaded, lambda: modules.module_call(model, *args, **kwargs), map(model.get_submodule, units)
-            )
+        output, step = followed(loaded, lambda: run(model, args, kwargs), map(model.get_submodule, units))
         calls.last.follow(step.backward)
         if not step.followed:
             paths.met = True

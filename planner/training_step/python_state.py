@@ -92,6 +92,21 @@ class PythonState:
             if type(space.get(name, _MISSING)) in _IS_NOTHING
         ]
 
+    def let_go_of_graphs(self) -> None:
+        """Have tensors with a history put back without it: as leaves, of the same data.
+
+        A graph that is held holds the earlier states that its blocks hold, and so on.
+        """
+        self.tensors = [tensor for tensor in self.tensors if tensor.grad_fn is None]
+        self._variables = [(cell, _as_leaf(content)) for cell, content in self._variables]
+        for _, saved in self._contents.values():
+            if isinstance(saved, dict):
+                changed = {n: leaf for n, v in saved.items() if (leaf := _as_leaf(v)) is not v}
+                dict.update(saved, changed)
+            elif not isinstance(saved, set):
+                for place, value in enumerate(saved):
+                    saved[place] = _as_leaf(value)
+
     def restore(self) -> None:
         """Put everything back as it was, in the same containers."""
         for container in self._empty:
@@ -314,6 +329,15 @@ def _same(container: Any, saved: Any) -> bool:
     if not isinstance(container, dict):
         return all(map(is_, container, saved))
     return all(map(is_, container, saved)) and all(map(is_, container.values(), saved.values()))
+
+
+def _as_leaf(value: Any) -> Any:
+    if type(value) is tuple:
+        leaves = tuple(map(_as_leaf, value))
+        return value if all(map(is_, leaves, value)) else leaves
+    if not issubclass(type(value), torch.Tensor) or value.grad_fn is None:
+        return value
+    return value.detach().requires_grad_()
 
 
 def _has_history(value: Any, deep: int = 4) -> bool:

@@ -384,3 +384,29 @@ def test_predicted_is_measured_and_gradients_are_eagers(budget: str) -> None:
     report = planner.verify(copy.deepcopy(model), (x,), plan=plan, repeats=0)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
+@pytest.mark.graphs
+@pytest.mark.parametrize("kind", ["addmm", "index_add"])
+def test_what_is_read_elsewhere_too_is_not_written_over(kind: str) -> None:
+    class GivenTwice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(300, 300)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.linear(x)
+            at = torch.arange(300).flip(0)
+            h = torch.addmm(h, x, h) if kind == "addmm" else h.index_add(0, at, h)
+            return (h * 0.01).sin().square().mean()
+
+    torch.manual_seed(0)
+    model, x = GivenTwice(), torch.randn(300, 300)
+    twin = copy.deepcopy(model)
+    planner.plan(model, (x,), budget="min", costs="roofline").apply(model)
+    for one in (model, twin):
+        one(x).backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)

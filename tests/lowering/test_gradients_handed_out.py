@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -177,9 +178,24 @@ def test_views_of_what_was_given_stay_views() -> None:
     graph.output([passed, made, view, None])
     hand_out_no_views(graph)
     results = graph.output_node().args[0]
-    assert results[:2] == [passed, made]
-    assert (results[2].target, results[2].args[0]) == (aten.detach.default, view)
-    assert results[3] is None
+    assert results[0] is passed
+    assert (results[1].target, results[1].args[0]) == (aten.clone.default, made)  # one memory for each
+    assert results[2:] == [view, None]
+
+
+def test_views_of_what_is_made_are_detached() -> None:
+    graph = Graph()
+    tangent = graph.placeholder("tangent")
+    made = graph.call_function(aten.neg.default, (tangent,))
+    view = graph.call_function(aten.view.default, (made, [8]))
+    new = torch.empty(2, 4)
+    for node, value in zip((tangent, made, view), (torch.empty(2, 4), new, new.view(8)), strict=True):
+        node.meta["val"] = value
+    graph.output([view, None])
+    hand_out_no_views(graph)
+    results: Any = graph.output_node().args[0]
+    assert (results[0].target, results[0].args[0]) == (aten.detach.default, view)
+    assert results[1] is None
 
 
 class _Collects(nn.Module):
@@ -208,3 +224,47 @@ def test_parts_of_what_was_stacked_leave_as_views_as_eagers_do() -> None:
     report = planner.verify(model, (x,), plan=plan, repeats=0)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
+class SharedGradient(nn.Module):
+    """Parameters whose gradients are one result, or views of one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        rows = 4 if kind == "a whole and its parts" else 8
+        self.kind, self.linear = kind, nn.Linear(16, 16)
+        self.first = nn.Parameter(torch.randn(8, 16))
+        self.second = nn.Parameter(torch.randn(128) if kind == "views" else torch.randn(rows, 16))
+        self.third = nn.Parameter(torch.randn(rows, 16))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.kind == "views":
+            table = (self.first.view(-1) + self.second).view(8, 16)
+        elif self.kind == "a whole and its parts":
+            table = torch.cat([self.second, self.third]) + self.first
+        else:
+            table = self.first + self.second
+        return table, self.linear(torch.tanh(x + table)).square().mean()
+
+
+@pytest.mark.graphs
+@pytest.mark.parametrize("kind", ["one result", "views", "a whole and its parts"])
+@pytest.mark.parametrize("of_the_output", [False, True])
+def test_no_two_gradients_lie_in_one_memory(kind: str, of_the_output: bool) -> None:
+    torch.manual_seed(0)
+    model, x = SharedGradient(kind), torch.randn(4, 8, 16)
+    twin = copy.deepcopy(model)
+
+    def loss(found: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return found[1] + found[0].sin().sum() if of_the_output else found[1]
+
+    plan = planner.plan(model, (x,), budget="min", loss=loss, accumulate=True, costs="roofline")
+    plan.apply(model)
+    for _ in range(2):
+        for one in (model, twin):
+            loss(one(x)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (ours.grad is None) is (theirs.grad is None)
+        assert ours.grad is None or torch.equal(ours.grad, theirs.grad)

@@ -49,12 +49,21 @@ class HostPlace:
         self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
         self._to_host, self._from_host = (ThreadPoolExecutor(1, "planner-offload") for _ in range(2))
         self._copies: dict[int, Future[None]] = {}  # by the tensor that they write
+        self._process = os.getpid()
+
+    def _begin_anew_in_a_fork(self) -> None:
+        """A forked process has none of the threads, and its blocks are those of its parent."""
+        if self._process != os.getpid():
+            self._process, self._free, self.bytes = os.getpid(), defaultdict(list), 0
+            self._to_host, self._from_host = (ThreadPoolExecutor(1, "planner-offload") for _ in range(2))
+            self._copies = {}
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
         """Begin to copy a tensor to the host, and return the copy.
 
         One that is not all of its memory, as planned ones are, becomes contiguous.
         """
+        self._begin_anew_in_a_fork()
         count = tensor.numel() * tensor.element_size()
         if not count:
             return torch.empty_like(tensor)
@@ -68,6 +77,7 @@ class HostPlace:
 
     def fetch(self, kept: torch.Tensor) -> torch.Tensor:
         """Begin to copy a tensor back, and return the copy."""
+        self._begin_anew_in_a_fork()
         return self._begin(self._from_host, torch.empty_like(kept), kept)
 
     def fetched(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -91,11 +101,8 @@ class HostPlace:
         free = self._free[count]
         memory = free.pop() if free else self._mapped(count)
         block = np.frombuffer(memory, np.uint8)
-        weakref.finalize(block, self._is_free, memory).atexit = False
+        weakref.finalize(block, _is_free, self._free, memory).atexit = False  # of the process that made it
         return block
-
-    def _is_free(self, memory: mmap.mmap) -> None:
-        self._free[len(memory)].append(memory)
 
     def _mapped(self, count: int) -> mmap.mmap:
         try:
@@ -112,6 +119,10 @@ class HostPlace:
             ) from error
         self.bytes += count
         return memory
+
+
+def _is_free(free: defaultdict[int, list[mmap.mmap]], memory: mmap.mmap) -> None:
+    free[len(memory)].append(memory)
 
 
 def _copy(tensors: list[torch.Tensor]) -> None:

@@ -7,9 +7,34 @@ under the settings of the first run.
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+
+
+class _Precision:
+    """Reads the precision of some kernels: their own, or that of all kernels."""
+
+    def __init__(self, read: Callable[..., str], kernels: tuple[str, str]) -> None:
+        self._read, self._kernels = read, kernels
+
+    def __call__(self) -> str:
+        return self._read(*self._kernels)
+
+    def own(self) -> str:
+        """Their own; "none" where they have none. To see that, what is above them is changed."""
+        device, part = self._kernels
+        if device == "generic":
+            return self()
+        above = _Precision(self._read, ("generic" if part == "all" else device, "all"))
+        if above.own() == "none":  # as all kernels then
+            above = _Precision(self._read, ("generic", "all"))
+        now, write = above(), cast(Any, torch._C)._set_fp32_precision_setter
+        other = "tf32" if self() == "ieee" else "ieee"
+        write(*above._kernels, other)
+        follows = self() == other
+        write(*above._kernels, now)
+        return "none" if follows else self()
 
 
 def _precisions() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
@@ -25,7 +50,7 @@ def _precisions() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
         *(("generic", "all"), ("cuda", "all"), ("mkldnn", "all")),
         *(("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul"), ("mkldnn", "conv")),
     )
-    return [(partial(read, *one), partial(write, *one)) for one in kernels]
+    return [(_Precision(read, one), partial(write, *one)) for one in kernels]
 
 
 def _reductions() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
@@ -82,7 +107,7 @@ def set_as(wanted: tuple[Any, ...]) -> Iterator[None]:
     try:
         for (read, write), then in zip(_EACH, wanted, strict=True):
             if (now := read()) != then:
-                changed.append((write, now))
+                changed.append((write, read.own() if isinstance(read, _Precision) else now))
                 write(then)
         yield
     finally:

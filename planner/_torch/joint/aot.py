@@ -282,11 +282,15 @@ def compiled_node(results: Sequence[Any], before: int) -> Any:
         before: The result of :func:`nodes_so_far` before the call.
     """
     for result in results:
-        node = result.grad_fn if isinstance(result, torch.Tensor) else None
-        while node is not None and node._sequence_nr() >= before:
+        pending = [result.grad_fn] if isinstance(result, torch.Tensor) else []
+        while pending:
+            node = pending.pop()
+            if node is None or node._sequence_nr() < before:
+                continue
             if node.name() == "CompiledFunctionBackward":
                 return node
-            node = node.next_functions[0][0] if node.next_functions else None
+            # An input that the graph changed was written by `copy_`, whose last edge leads to the graph.
+            pending += [following for following, _ in node.next_functions]
     return None
 
 

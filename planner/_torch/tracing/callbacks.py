@@ -16,6 +16,7 @@ import torch
 from torch._dynamo import eval_frame
 from torch._dynamo.eval_frame import OptimizedModule
 
+from planner._torch.checkpoint_frames import Switch
 from planner._torch.compat import of_graphs
 from planner._torch.patches import replace
 from planner.module_parts import named_parts
@@ -44,6 +45,7 @@ class _Running(threading.local):
 
 
 _running = _Running()
+_uncompiled = Switch()
 
 
 @functools.cache
@@ -79,14 +81,14 @@ def parts_run_uncompiled() -> Iterator[list[Callable[..., Any]]]:
 def _runs_uncompiled(callback: object) -> bool:
     """Whether a call that a callback of the user's is about to compile should run as written."""
     called = _running.called
-    if called is None or callback in (None, False):
+    if callback in (None, False) or not _uncompiled.here(called is not None):
         return False
     wrapper = sys._getframe(2)  # Dynamo's frame around the function that is compiled
     caller = wrapper.f_back
     if caller is not None and str(caller.f_globals.get("__name__")).startswith(_COMPILING):
         return False
     function = wrapper.f_locals.get("fn")
-    if function is not None and function not in called:
+    if called is not None and function is not None and function not in called:
         called.append(function)
     set_fullgraph_compiled_frame_count(-1)  # that nothing was compiled is an error else
     return True

@@ -67,32 +67,39 @@ def leave_out(graph: Graph, gradients: Sequence[Node], absent: Collection[Node])
         else:
             for absentee in missing:
                 with graph.inserting_before(node):
-                    zeros = _zeros(graph, absentee.meta["val"])
+                    zeros = _zeros(graph, absentee)
                 node.replace_input_with(absentee, zeros)
     output = graph.output_node()
     output.args = (torch.fx.node.map_arg(output.args[0], lambda n: None if n in gone else n),)
     return [node for node in graph.nodes if not merged.isdisjoint(_storages(node.all_input_nodes))]
 
 
-def read_by_functions(graph: Graph, gradients: Sequence[Node]) -> dict[Node, set[Node]]:
-    """The calls in the backwards of users' own functions, each with the gradients that lead to it.
+def read_by_functions(
+    graph: Graph, gradients: Sequence[Node], results: Collection[Node]
+) -> dict[Node, set[Node]]:
+    """What the backwards of users' own functions compute or hand on, with the gradients that lead to it.
 
     The engine runs such a backward if any of its gradients arrives, and passes zeros for the others. It may
     make anything of these, and may compute something of no gradient, as of auxiliary losses. Where it begins
-    and ends in a graph is not known: only that its calls lack AOTAutograd's mark.
+    and ends in a graph is not known: only that its calls lack AOTAutograd's mark. What it hands on without a
+    call, as of a gradient that the forward computed, is a result, or a part of a sum, of no gradient.
 
     Args:
         graph: A backward, or forward and backward.
         gradients: The inputs that are gradients of the forward's outputs.
+        results: The outputs that are gradients of the forward's inputs.
     """
-    lead = {gradient: {gradient} for gradient in gradients}
-    found = {}
+    lead: dict[Node, set[Node]] = {gradient: {gradient} for gradient in gradients}
+    found, handed_on = dict[Node, set[Node]](), [*results]
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         lead[node] = set().union(*(lead.get(n, ()) for n in node.all_input_nodes))
         if "partitioner_tag" not in node.meta and node.meta.get("seq_nr") is not None and node.users:
             found[node] = lead[node]
+        if lead[node] and _is_sum(node):
+            handed_on += node.all_input_nodes
+    found.update((node, set()) for node in handed_on if not lead.get(node))
     return found
 
 
@@ -108,11 +115,16 @@ def _is_sum(node: Node) -> bool:
     return len(shapes) == 3 and shapes[0] == shapes[1] == shapes[2]
 
 
-def _zeros(graph: Graph, like: Any) -> Node:
+def _zeros(graph: Graph, absentee: Node) -> Node:
+    like: Any = absentee.meta["val"]
     if isinstance(like, list | tuple):
         raise AssertionError("a member of a tuple is taken before it is used")
-    options = {"dtype": like.dtype, "device": like.device}
-    node = graph.call_function(aten.zeros.default, (list(like.shape),), options)
+    if all(isinstance(size, int) for size in like.shape):
+        options = {"dtype": like.dtype, "device": like.device}
+        node = graph.call_function(aten.zeros.default, (list(like.shape),), options)
+    else:  # of the present sizes, for which AOTAutograd passes zeros
+        contiguous: dict[str, Any] = {"memory_format": torch.contiguous_format}
+        node = graph.call_function(aten.zeros_like.default, (absentee,), contiguous)
     node.meta = {"val": like}
     return node
 
