@@ -349,3 +349,20 @@ def test_what_has_no_gradient_is_zeros_of_the_present_size() -> None:
         assert model.wide.weight.grad is not None
         assert twin.wide.weight.grad is not None
         assert torch.equal(model.wide.weight.grad, twin.wide.weight.grad)
+
+
+@pytest.mark.graphs
+def test_a_sparse_gradient_at_an_output_is_refused() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 4))
+
+        def forward(self, scale: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.weight * scale).sin()
+
+    model, scale = Table(), torch.ones(())
+    planner.plan(model, (scale,), budget="min", loss=torch.sum).apply(model)
+    looked_up = nn.functional.embedding(torch.tensor([1, 2, 1]), model(scale), sparse=True)
+    with pytest.raises(planner.PlanMismatch, match="sparse gradient"):
+        looked_up.sum().backward()

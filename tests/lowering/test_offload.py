@@ -493,3 +493,16 @@ def test_the_page_of_a_plan_that_fetches_what_its_step_does_not_is_refused(plan:
     changed = record.model_copy(update={"packed": [*record.packed, op]})
     with pytest.raises(planner.PlanFileError, match=rf"graphs\[0\].packed: operation {op} is not fetched"):
         page_data(plan.model_copy(update={"graphs": [changed]}))
+
+
+def test_a_forked_process_has_threads_and_blocks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    place, tensor = HostPlace(), torch.randn(64)
+    kept = place.sent(place.send(tensor), tensor)
+    threads, taken = place._to_host, place.bytes
+    monkeypatch.setattr(host_place.os, "getpid", lambda: -1)
+    again = place.sent(place.send(tensor), tensor)
+    assert place._to_host is not threads
+    assert place.bytes == taken
+    assert torch.equal(place.fetched(place.fetch(again)), tensor)
+    del kept
+    assert not any(place._free.values())  # a block goes back to the process that made it

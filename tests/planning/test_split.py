@@ -955,3 +955,15 @@ def test_a_mean_of_half_precision_is_rounded_once(kind: torch.dtype, weight: tor
     )
     error = (planned(*args)["loss"] - exact).abs() / exact
     assert error < torch.finfo(kind).eps * (1 if weight is None else 2)  # the weights' sum is rounded too
+
+
+def test_a_refused_backward_of_a_loss_in_pieces_can_be_repeated() -> None:
+    model, args = LanguageModel(), batch()
+    loss = in_pieces(prepared(model, args), Split("forward", 4)).apply(model)(*args)["loss"]
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(planner.PlanMismatch, match="use_deterministic_algorithms"):
+            loss.backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    loss.backward()

@@ -1,9 +1,11 @@
 """Plans that are followed by replaying operators: bits, bytes, other paths, other shapes, files, options."""
 
 import copy
+import gc
 import json
 import random
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import planner
 from planner._torch.compat import graphs_are_off
@@ -847,3 +850,98 @@ def test_complex_pseudoinverses_are_warned_of() -> None:
 
     with pytest.warns(planner.PlanWarning, match=r"linalg\.pinv of complex"):
         _planned(Inverting(), torch.ones(()))
+
+
+@planner.recompute
+class _Again(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = torch.tanh(self.linear(x)).sin()
+        return made
+
+
+class _InACheckpoint(nn.Module):
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(32, 32), kind(), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner: Tensor = checkpoint(self.inner, torch.tanh(self.first(x)).sin(), use_reentrant=False)
+        return torch.tanh(self.last(inner)).square().mean()
+
+
+def _compiled() -> nn.Module:
+    inner = nn.Sequential(nn.Linear(32, 32), nn.Tanh())
+    inner.compile(backend="eager")
+    return inner
+
+
+@needs_graphs
+@pytest.mark.filterwarnings("ignore::planner.PlanWarning")
+@pytest.mark.parametrize("kind", [_Again, _compiled])
+def test_a_checkpoint_runs_its_part_again_as_it_ran_first(kind: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = _InACheckpoint(kind), torch.randn(64, 32)
+    eager = copy.deepcopy(model)
+    _planned(model, x).apply(model)
+    assert _same(model, eager, lambda one: one(x).backward())
+    planner.remove(model)
+    with planner.no_recompute():
+        losses = [one(x) for one in (model, eager)]
+    for loss in losses:
+        loss.backward()
+
+
+def test_blocks_are_left_alone_where_the_plan_drops_nothing() -> None:
+    torch.manual_seed(0)
+    model, x, runs = nn.Sequential(_Again(), nn.Linear(32, 4)), torch.randn(64, 32), list[int]()
+    with planner.no_recompute():
+        plan = planner.plan(model, (x,), budget="100%", backend="replay", loss=torch.sum)
+    plan.apply(model)
+    model[0].linear.register_forward_hook(lambda *_: runs.append(1))
+    model(x).sum().backward()
+    assert len(runs) == 1
+
+
+def test_hooks_on_saved_tensors_that_are_off_are_said() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)), torch.randn(64, 32)
+    eager = copy.deepcopy(model)
+    _planned(model, x, loss=torch.sum).apply(model)
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("none here"),
+        pytest.warns(planner.PlanWarning, match="disable_saved_tensors_hooks is on"),
+    ):
+        assert _same(model, eager, lambda one: one(x).sum().backward())
+    block = _Again()
+    gradient = torch.func.grad(lambda y: block(y).sum())(x)
+    y = x.clone().requires_grad_()
+    block(y).sum().backward()
+    assert y.grad is not None
+    assert torch.equal(gradient, y.grad)
+
+
+def test_a_block_holds_nothing_of_earlier_steps() -> None:
+    @planner.recompute
+    class Logging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.linear(x))
+            self.logged = h.cos().sum()  # not in the loss, and not detached
+            made: Tensor = h.sin()
+            return made
+
+    block, inputs = Logging(), list[Any]()
+    for _ in range(4):
+        x = torch.randn(4, 8)
+        inputs.append(weakref.ref(x))
+        block(x).sum().backward()
+        del x
+        gc.collect()
+    assert sum(ref() is not None for ref in inputs) <= 1

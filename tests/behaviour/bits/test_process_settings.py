@@ -135,3 +135,23 @@ def test_how_products_may_be_summed_is_as_in_the_first_run(name: str) -> None:
 
 def _recomputed(plan: Any) -> list[str]:
     return [graph.ops[i].name for graph in plan.graphs for i in graph.recomputed]
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="it is no setting before 2.9")
+def test_a_re_run_gives_kernels_no_precision_of_their_own() -> None:
+    backends: Any = torch.backends
+    before = backends.fp32_precision
+    try:
+        backends.fp32_precision = "ieee"
+        backends.mkldnn.matmul.fp32_precision = "bf16"
+        then = settings()
+        backends.mkldnn.matmul.fp32_precision = "none"
+        with set_as(then):
+            assert backends.mkldnn.matmul.fp32_precision == "bf16"
+        backends.fp32_precision = "bf16"
+        assert backends.mkldnn.matmul.fp32_precision == "bf16"
+        backends.fp32_precision = "ieee"
+        assert backends.mkldnn.matmul.fp32_precision == "ieee"
+    finally:
+        backends.fp32_precision = before
+        torch._C._set_fp32_precision_setter("mkldnn", "matmul", "none")
