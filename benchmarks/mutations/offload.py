@@ -39,8 +39,8 @@ OFFLOAD = [
         (
             Change(
                 _PLACE,
-                "        weakref.finalize(block, self._is_free, memory).atexit = False\n",
-                "        self._is_free(memory)\n",
+                "        weakref.finalize(block, _is_free, self._free, memory).atexit = False",
+                "        _is_free(self._free, memory)",
             ),
         ),
         (f"{_TESTS}::test_steps_of_all_kinds_find_what_they_sent",),

@@ -22,7 +22,7 @@ def test_a_plan_file_may_begin_with_a_mark_and_is_utf_8(tmp_path: Path) -> None:
     path.write_text(plan.dumps(), encoding="utf-8-sig")
     assert planner.Plan.load(path) == planner.Plan.loads(plan.dumps())
     path.write_text(plan.dumps(), encoding="utf-16")
-    with pytest.raises(PlanFileError, match="UTF-16, expected UTF-8"):
+    with pytest.raises(PlanFileError, match="UTF-16 or UTF-32, expected UTF-8"):
         planner.Plan.load(path)
 
 
