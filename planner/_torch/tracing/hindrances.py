@@ -183,9 +183,15 @@ def _transform() -> str:
 
 
 def is_inside_a_replay() -> bool:
-    """Whether the innermost hooks on saved tensors are those of a module that is followed by replaying."""
-    hooks = hooks_on_saved_tensors()
-    return hooks is not None and str(getattr(hooks[0], "__module__", "")).startswith("planner.replay.")
+    """Whether a module around this call is followed by replaying: its hooks on saved tensors are on.
+
+    PyTorch does not tell of hooks before 2.7; there the dispatch mode says so.
+    """
+    if (hooks := hooks_on_saved_tensors()) is not None:
+        return str(getattr(hooks[0], "__module__", "")).startswith("planner.replay.")
+    return bool(torch._C._len_torch_dispatch_stack()) and any(
+        type(mode).__module__ == "planner.replay.follow" for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def saved_tensors_are_changed() -> bool:
