@@ -38,7 +38,7 @@ def at_peak(prepared: Prepared, schedule: Schedule) -> dict[str, Any]:
     storage_of = {
         int(value): storage
         for event, row in problem.row_of_event.items()
-        for at in (RowId(row + (row in problem.written_over)),)  # where the result is there
+        for at in {row, RowId(row + (row in problem.written_over))}  # where the result is there
         for storage, value in zip(events[event].allocates, graph.ops[at].outputs, strict=False)
     }
     timeline, lives = simulate(graph, schedule), lifetimes(graph, schedule)
