@@ -108,9 +108,9 @@ REPLAYS = [
     Mutation(
         "calls-that-cannot-run-again",
         "A file by which something runs again that lacks what it reads is refused.",
-        "A backward ends with an error about what it was handed before.",
+        "It is taken, and the step makes what is lacking as well as it can.",
         (Change("planner/replay/program.py", "        _check(program)\n", ""),),
-        (f"{_TESTS}::test_whatever_a_file_says_of_calls_gradients_are_eagers",),
+        (f"{_TESTS}::test_a_file_by_which_a_re_run_lacks_what_it_reads_is_refused",),
     ),
     Mutation(
         "made-before-it-is-written-over",

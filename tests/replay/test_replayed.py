@@ -22,6 +22,7 @@ from planner.costs.host_time import host_time
 from planner.costs.roofline import roofline
 from planner.planning import prepare
 from planner.planning.options import OptionError
+from planner.replay.program import program_of
 from tests.behaviour.bits.test_process_settings import (
     Deterministic,
     InInferenceMode,
@@ -484,6 +485,22 @@ def test_whatever_a_file_says_of_calls_gradients_are_eagers() -> None:
         finally:
             planner.remove(model)
     assert followed > 5
+
+
+def test_a_file_by_which_a_re_run_lacks_what_it_reads_is_refused() -> None:
+    torch.manual_seed(0)
+    text = json.loads(_planned(Encoder(1, 32), torch.randint(0, 50, (4, 16))).dumps())
+    chance, refused = random.Random(0), list[str]()
+    for _ in range(10):
+        changed = copy.deepcopy(text)
+        values = changed["replay"]["results"]
+        i, j = chance.sample(range(len(values)), 2)
+        values[i], values[j] = values[j], values[i]
+        try:
+            program_of(planner.Plan.loads(json.dumps(changed)))
+        except planner.PlanFileError as error:
+            refused.append(str(error))
+    assert any("which runs again, needs value" in text for text in refused)
 
 
 @needs_graphs
