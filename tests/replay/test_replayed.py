@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import planner
 from planner._torch.compat import graphs_are_off
+from planner._torch.cuda.streams import MadeOn
 from planner.costs.devices import find_device
 from planner.costs.host_time import host_time
 from planner.costs.roofline import roofline
@@ -962,3 +963,20 @@ def test_a_block_holds_nothing_of_earlier_steps() -> None:
         del x
         gc.collect()
     assert sum(ref() is not None for ref in inputs) <= 1
+
+
+def test_what_is_read_in_the_backward_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU another stream may have made it."""
+    noted, waited = set[int](), set[int]()
+    monkeypatch.setattr(MadeOn, "note", lambda _, number, made: noted.add(number))
+    monkeypatch.setattr(
+        MadeOn, "wait", lambda _, number, value: None if value is None else waited.add(number)
+    )
+    torch.manual_seed(0)
+    model, x = Encoder(1, 32), torch.randint(0, 50, (4, 16))
+    plan = _planned(model, x)
+    assert plan.recomputed_operations
+    plan.apply(model)
+    model(x).backward()
+    assert waited
+    assert waited <= noted

@@ -217,12 +217,25 @@ def test_copies_of_what_is_not_planned_are_not_either() -> None:
     assert installed_plan(pickle.loads(pickle.dumps(model))) is None
 
 
-def test_a_model_is_unpickled_even_if_its_plan_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("planner.planfile.plan.SCHEMA_VERSION", 10**6, "schema_version"),
+        (
+            "planner.runtime.install.graphs_are_off",
+            lambda: "graphs are for another PyTorch",
+            "another PyTorch",
+        ),
+    ],
+)
+def test_a_model_is_unpickled_even_if_its_plan_cannot_be_used(
+    name: str, value: object, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, args, _ = apply_plan(layers)
     expected = gradients_of(model, args)
     text = pickle.dumps(model)
-    monkeypatch.setattr("planner.planfile.plan.SCHEMA_VERSION", 10**6)
-    with pytest.warns(PlanWarning, match="schema_version"):
+    monkeypatch.setattr(name, value)
+    with pytest.warns(PlanWarning, match=said):
         other = pickle.loads(text)
     assert installed_plan(other) is None
     assert_equal(gradients_of(other, args), expected)

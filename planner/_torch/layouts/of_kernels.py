@@ -32,13 +32,20 @@ LAYOUTS: dict[Any, Layout] = {
         (normalised_as(0, 1), ("native_batch_norm_backward", "batch_norm_backward")),
         (
             suggested_by(0),
-            (*("native_group_norm", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"),),
+            (
+                *("native_group_norm", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"),
+                *("channel_shuffle", "native_channel_shuffle", "max_unpool2d"),
+                *("reflection_pad3d", "replication_pad3d"),
+            ),
         ),
         (rolled, ("roll",)),
-        (suggested_by(0), ("channel_shuffle", "native_channel_shuffle", "max_unpool2d")),
-        (suggested_by(0), ("reflection_pad3d", "replication_pad3d")),
-        (suggested_by(1), ("reflection_pad3d_backward", "replication_pad3d_backward")),
-        (suggested_by(1), ("reflection_pad2d_backward", "replication_pad2d_backward")),
+        (
+            suggested_by(1),
+            (
+                *("reflection_pad2d_backward", "replication_pad2d_backward"),
+                *("reflection_pad3d_backward", "replication_pad3d_backward"),
+            ),
+        ),
         (
             made_contiguous(1) if compat.version() >= (2, 14) else suggested_by(1),
             ("native_group_norm_backward",),

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from planner._torch.own_code import is_of_pytorch, is_of_this_package
+from planner._torch.without_data import one_hot
 
 NOT_KNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised without data where a question cannot be answered."""
@@ -141,7 +142,7 @@ class _WithoutChecks(TorchFunctionMode):
     ) -> Any:
         if func is not torch.nn.functional.one_hot:
             return func(*args, **(kwargs or {}))
-        return self._one_hot(*args, **{"tensor" if n == "input" else n: v for n, v in (kwargs or {}).items()})
+        return self._one_hot(*args, **one_hot.named(kwargs))
 
     def _one_hot(self, tensor: torch.Tensor, num_classes: Any = -1) -> torch.Tensor:
         classes = int(num_classes)

@@ -1,5 +1,6 @@
 """``one_hot`` on tensors without data, by the operators that PyTorch calls with data."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,8 +14,13 @@ class OneHotAsWithData(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.one_hot:
-            return _one_hot(*args, **{"tensor" if n == "input" else n: v for n, v in (kwargs or {}).items()})
+            return _one_hot(*args, **named(kwargs))
         return func(*args, **(kwargs or {}))
+
+
+def named(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Its arguments by name, the first of which PyTorch takes by two names."""
+    return {"tensor" if name == "input" else name: value for name, value in (kwargs or {}).items()}
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:

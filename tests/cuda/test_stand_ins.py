@@ -1,4 +1,4 @@
-"""Values that are made again on one stream and read on another, with streams that stand in."""
+"""What only a GPU has, with streams and states that stand in."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from planner._torch.cuda.recorder import at_same_address
 from planner._torch.cuda.streams import MadeOn
+from planner._torch.tracing import generator_states
 
 
 def test_a_stream_waits_for_the_one_that_made_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,3 +31,21 @@ def test_on_a_cpu_nothing_is_noted() -> None:
     made = MadeOn()
     made.note(1, torch.ones(2))
     assert not made._streams
+
+
+def test_a_state_that_has_not_changed_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Setting it would have cuDNN make its dropout state anew."""
+    state, put = torch.arange(4), list[torch.Tensor]()
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", put.append)
+    generator_states._Cuda.set_rng_state(state.clone())
+    assert not put
+    generator_states._Cuda.set_rng_state(state + 1)
+    assert len(put) == 1
+
+
+def test_a_lazy_conjugate_is_one_at_the_same_address() -> None:
+    tensor = torch.randn(3, dtype=torch.complex64).conj()
+    there = at_same_address(tensor)
+    assert there.data_ptr() == tensor.data_ptr()
+    assert torch.equal(there, tensor)
