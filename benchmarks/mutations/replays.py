@@ -63,7 +63,7 @@ REPLAYS = [
                 "",
             ),
         ),
-        ("tests/behaviour/bits/test_swaps.py::test_steps_that_give_tensors_other_memory_are_planned",),
+        ("tests/behaviour/bits/test_swaps.py::test_what_was_read_in_other_memory_is_not_read_again",),
     ),
     Mutation(
         "kept-where-the-graph-is-kept",

@@ -159,6 +159,31 @@ def test_steps_that_give_tensors_other_memory_are_planned(model: Any) -> None:
             assert same(step(planned, x), step(plain, x))
 
 
+class _WrittenSince(nn.Module):
+    """Reads a buffer, gives it other memory, and writes to that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.register_buffer("average", torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sigmoid(torch.tanh(self.first(x)) + self.average)
+        self.average.data = self.average.data * 0.9
+        self.average.mul_(1.1)
+        return torch.tanh(self.last(torch.sigmoid(y))).square().mean()
+
+
+def test_what_was_read_in_other_memory_is_not_read_again() -> None:
+    torch.manual_seed(0)
+    model, x = _WrittenSince(), torch.randn(512, 64)
+    plan = planner.plan(model, (x,), budget="min", backend="replay")
+    assert plan.recomputed_operations
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
 @pytest.mark.parametrize("backend", ["replay", "graph"])
 def test_a_loop_may_give_weights_other_memory_before_the_backward(backend: Any) -> None:
     torch.manual_seed(0)
