@@ -81,13 +81,13 @@ class FollowedStep:
             return as_it_is(tensor)
         if planned and tensor.untyped_storage().nbytes() > planned:
             self.larger = tensor.untyped_storage().nbytes(), planned
+        if self.loaded.kept_as_is[save]:
+            return as_it_is(tensor)
         if slot < 0:
             # Holders of a storage are counted by tensors: the user's tensor must count beside this one.
             if save in self.loaded.program.written_over:
                 tensor = alias_of(tensor)
-            if save in self.loaded.asks:
-                return _Kept(self, save, without_history(tensor))
-            return as_it_is(tensor)
+            return _Kept(self, save, without_history(tensor))
         if not (self.slots.holds(slot, tensor) and self.slots.can_be_made(slot)):
             self.slots.strayed = True
             return as_it_is(tensor)

@@ -16,6 +16,7 @@ class LoadedProgram:
         bits: The slots of the bits of packed masks.
         in_order: The saves of ``asking_order``, in that order.
         masks: The slots of masks that this version can pack.
+        kept_as_is: By save, whether it is kept and nothing is done for it in the backward.
     """
 
     def __init__(self, program: Program) -> None:
@@ -26,6 +27,7 @@ class LoadedProgram:
         self.names, self.begun = program.operators, program.begun
         self.operators: list[Any] = [None] * len(program.operators)
         self.asks = frozenset(program.runs) | frozenset(program.free) | program.written_over
+        self.kept_as_is = [slot < 0 and save not in self.asks for save, slot in enumerate(program.saves)]
         self.bits = frozenset(program.bits.values())
         self.in_order = sorted(program.asking_order, key=lambda save: program.asking_order[save])
         self.masks = {

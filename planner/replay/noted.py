@@ -1,7 +1,7 @@
 """What a followed forward notes to run its calls again: arguments, generator states, settings."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -53,9 +53,7 @@ class Held:
             else:
                 self.owner = self.tensor = alias_inside(tensor)
         elif not is_wrapper(type(tensor)):
-            self.tensor = alias_inside(
-                tensor
-            )  # keeps its memory where the tensor is given other (``p.data = q``)
+            self.tensor = alias_inside(tensor)  # keeps its memory: the user may write ``p.data = q``
 
     def read(self) -> torch.Tensor:
         """The tensor, if it is as it was in the forward, and has memory."""
@@ -104,12 +102,13 @@ def arguments_of(recipe: Recipe, kind: type) -> list[Any]:
     return found
 
 
-@contextmanager
-def below_autograd() -> Iterator[None]:
+def below_autograd() -> AbstractContextManager[Any]:
     """A context in which operators run as below autograd in the forward: without saves and autocast."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if not kinds and not torch.is_grad_enabled():
+        return nullcontext()  # as in most backwards
+    stack = ExitStack()
+    stack.enter_context(torch.no_grad())
+    for kind in kinds:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack

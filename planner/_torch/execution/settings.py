@@ -17,9 +17,10 @@ class _Precision:
 
     def __init__(self, read: Callable[..., str], kernels: tuple[str, str]) -> None:
         self._read, self._kernels = read, kernels
+        self.reads = partial(read, *kernels)  # each call that a step notes reads all settings
 
     def __call__(self) -> str:
-        return self._read(*self._kernels)
+        return self.reads()
 
     def own(self) -> str:
         """Their own; "none" where they have none. To see that, what is above them is changed."""
@@ -92,7 +93,7 @@ _EACH: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     *_reductions(),
     *_precisions(),
 )
-_READ = tuple(read for read, _ in _EACH)
+_READ = tuple(read.reads if isinstance(read, _Precision) else read for read, _ in _EACH)
 
 
 def settings() -> tuple[Any, ...]:
