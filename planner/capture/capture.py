@@ -465,6 +465,8 @@ class _Capture:
         self._no_loss, step = kept[1] is None, self.copied.step
         if self._no_loss and step.in_flight is not None and not step.lets_go_of_outputs:
             self.arriving = [torch.empty_like(t, device="meta") for t in differentiable_outputs(kept[0])]
+        if recorder.divides:
+            self.copied.assumed.append("no factor of a product is zero")
         del kept  # after the recording: users hold outputs beyond the step
         return recorder, marked.events
 

@@ -19,16 +19,17 @@ from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner._torch.tracing.let_go import forget_what_was_looked_up
 from planner._torch.without_data.answers import Answers, answers_noted
 from planner._torch.without_data.imports import imports_without_modes
+from planner._torch.without_data.products import ZerosAmongFactors
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.captured_step import CudaKernels
 from planner.errors import CaptureError
 from planner.heap import newer_objects
-from planner.module_parts import parts_of
+from planner.module_parts import buffers_of, parameters_of, parts_of
 from planner.progress import Progress
 from planner.training_step.copies import StepCopy, described, fake_copy, holds_sparse, lacks_data, real_copy
 from planner.training_step.left_behind import LeftBehind, left_behind, put_right
 from planner.training_step.snapshot import StepSnapshot
-from planner.training_step.step import Step
+from planner.training_step.step import Step, tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,14 @@ def on_a_copy(
     else:
         try:
             report("copying the module without its data", 0.0)
-            return run(fake_copy, use)
+            result, assumed = run(fake_copy, lambda copied: (use(copied), copied.copied.assumed))
+            zeros = False
+            if assumed and may_have_data and _can_look(module, step):
+                report("looking for zeros among the data", 0.0)
+                with contextlib.suppress(CaptureError, MemoryError):  # then none are assumed
+                    zeros = run(real_copy, _has_zeros)
+            if not zeros:
+                return result
         except NotWithoutDataError as error:
             if (wrong := _no_data(str(error), module, step)) is not None:
                 raise wrong from error
@@ -163,6 +171,30 @@ def _answers(copied: RunOfACopy) -> Answers:
         raise
     except Exception as error:
         raise CaptureError(described("running the step with its data", error)) from error
+
+
+def _can_look(module: torch.nn.Module, step: Step) -> bool:
+    """Whether a step may run with data to see more of it: on the CPU, where memory is not scarce."""
+    tensors = (*parameters_of(module), *buffers_of(module), *tensors_in((step.args, dict(step.kwargs))))
+    here = all(tensor.device.type == "cpu" for tensor in tensors)
+    return here and not lacks_data(module, step) and tensor_parallel_ranks(module) == 1
+
+
+def _has_zeros(copied: RunOfACopy) -> bool:
+    """Whether a step with data multiplies zeros, so that the products' backwards run otherwise."""
+    copy, as_written = copied.copied, blocks_run_as_written()
+    with (
+        copy.running(),
+        region_of_its_own(),
+        as_written,
+        parts_run_uncompiled(),
+        ZerosAmongFactors() as looks,
+    ):
+        try:
+            copy.step.run(copy.module)
+        except Exception:
+            logger.debug("the step does not run with its data", exc_info=True)
+        return bool(looks.found)
 
 
 def _elsewhere(why_needed: str) -> CaptureError:

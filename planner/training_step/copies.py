@@ -3,7 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ class StepCopy:
         let_go: Forgets the original's tensors; to be called when no pass will run any more.
         notes: Parts of the step that the copy leaves out; passes may add some.
         hooks: The copies of the hooks on weights; None where there are none.
+        assumed: What passes without data assumed of them.
     """
 
     module: torch.nn.Module
@@ -53,6 +54,7 @@ class StepCopy:
     notes: Sequence[str] = ()
     answers: Answers | None = None
     hooks: CopiedHooks | None = None
+    assumed: list[str] = field(default_factory=list)
 
 
 @collector_off()

@@ -331,6 +331,11 @@ class StepRecorder(autograd.InfrastructureMode):
         """Whether something made in the step is still there, as a table that a first forward keeps."""
         return any(storage() is not None for storage in self._references.values())
 
+    @property
+    def divides(self) -> bool:
+        """Whether it was recorded as dividing by factors, which no data tell to be other than zero."""
+        return self._products.assumed
+
     def eagerly(self) -> Recording | None:
         """The step as it runs without a mode; None where something may run otherwise then."""
         return None if self.runs_otherwise else self.recording

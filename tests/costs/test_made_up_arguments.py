@@ -32,3 +32,14 @@ def test_what_reads_a_factorisation_is_measured_with_pivots_that_exist(name: str
     without_data = tuple(t.to("meta") for t in given)
     (memory,) = WorkspaceMeter("cpu", None).measure([Call(operator.default, without_data, {})])
     assert memory.workspace_bytes + sum(memory.output_bytes) == peak
+
+
+def test_a_batch_of_exponentials_is_measured_with_norms_of_which_none_are_alike() -> None:
+    scales = 2.0 ** torch.arange(5.0)
+    given = torch.randn(5, 10, 10) * scales.view(5, 1, 1)
+    alike = given / given.norm(dim=(1, 2), keepdim=True) * 100
+    peak = measure_peak(lambda: torch.linalg.matrix_exp(given), "cpu").peak_bytes
+    assert peak > measure_peak(lambda: torch.linalg.matrix_exp(alike), "cpu").peak_bytes
+    call = Call(aten.linalg_matrix_exp.default, (torch.empty(5, 10, 10, device="meta"),), {})
+    (memory,) = WorkspaceMeter("cpu", None).measure([call])
+    assert memory.workspace_bytes + sum(memory.output_bytes) == peak

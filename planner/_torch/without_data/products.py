@@ -3,14 +3,14 @@
 PyTorch looks for zeros among the data, and where there are none it divides the product by each factor. For
 tensors without data, and under dispatch modes, it takes a form that is right for zeros too and needs more
 memory. C++ code calls the operators of that form, so they run here, unrecorded; the operators of the division
-are recorded in their place.
+are recorded in their place. :class:`ZerosAmongFactors` looks at a step with data.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner._torch.autograd import running_node
 from planner._torch.fake import is_fake
@@ -24,6 +24,7 @@ _BEGINS = {
 }
 """The operators that the form for zeros may begin with, by the autograd node that runs it."""
 PRODUCTS = frozenset(_BEGINS)
+_MULTIPLY = frozenset({aten.prod, aten.cumprod, aten.cumprod_})
 
 _Node = tuple[str, int]
 
@@ -32,6 +33,9 @@ class GradientsOfProducts:
     """Records the backwards of products as they run for data without zeros.
 
     A dispatch mode passes each operator that such a backward calls to :meth:`instead`.
+
+    Attributes:
+        assumed: Whether factors without data were taken to be no zeros.
     """
 
     def __init__(self, record: Callable[..., torch.Tensor], pause: Callable[[], Any]) -> None:
@@ -40,7 +44,7 @@ class GradientsOfProducts:
             record: Runs an operator with its arguments, and records it.
             pause: A context in which nothing is recorded.
         """
-        self._record, self._pause = record, pause
+        self._record, self._pause, self.assumed = record, pause, False
         self._running: _Node | None = None
         self._weighted: torch.Tensor | None = None
         self._zeros: torch.Tensor | None = None
@@ -54,7 +58,7 @@ class GradientsOfProducts:
             return None
         if self._running != node:
             begins = func in _BEGINS[node[0]] and not torch.is_grad_enabled()
-            if not begins or not _has_no_zeros(self._pause()):
+            if not begins or not self._has_no_zeros():
                 return None
             self._running, self._weighted, self._zeros, self._chosen = node, None, None, 0
         if func is aten.cumsum.default and self._zeros is None:
@@ -74,6 +78,15 @@ class GradientsOfProducts:
             self._running = self._weighted = self._zeros = None
             self._recording = False
         return (gradient.as_strided(result.shape, (1,)) if node[0] == "ProdBackward0" else gradient,)
+
+    def _has_no_zeros(self) -> bool:
+        """Whether no factor of the running node is zero; of factors without data this is assumed."""
+        with self._pause():
+            factors = running_node()._saved_self.detach()
+            if factors.is_complex():
+                return False
+            self.assumed = self.assumed or is_fake(factors)
+            return is_fake(factors) or (factors.is_contiguous() and bool((factors != 0).all()))
 
     def _of_a_product(self, gradient: torch.Tensor) -> torch.Tensor:
         node = running_node()
@@ -101,13 +114,17 @@ class GradientsOfProducts:
         return self._record(aten.div.Tensor, turned, factors)
 
 
-def _has_no_zeros(paused: AbstractContextManager[Any]) -> bool:
-    """Whether no factor of the running node is zero; of factors without data this is assumed."""
-    with paused:
-        factors = running_node()._saved_self.detach()
-        if is_fake(factors):
-            return not factors.is_complex()
-        return not factors.is_complex() and factors.is_contiguous() and bool((factors != 0).all())
+class ZerosAmongFactors(TorchDispatchMode):
+    """A context that looks whether a step multiplies numbers of which one is zero, in ``found``."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "overloadpacket", None) in _MULTIPLY and not self.found:
+            self.found = bool((args[0] == 0).any())
+        return func(*args, **(kwargs or {}))
 
 
 def _signed(dim: int) -> int:

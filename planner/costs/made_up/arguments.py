@@ -7,6 +7,9 @@ import torch
 
 aten = torch.ops.aten
 
+_MOST_HALVINGS = 24
+"""The norms of a batch of matrices do not span more powers of two."""
+
 
 def complete(operator: object, args: list[Any]) -> None:
     """Change made-up arguments of an operator whose values have to fit each other.
@@ -53,10 +56,22 @@ def _true_condition(args: list[Any]) -> None:
     args[0].fill_(1)
 
 
+def _other_norms(args: list[Any]) -> None:
+    """Give each matrix of a batch another norm. The kernel halves matrices until their norm is small, and
+    computes those that it halved as often together, in memory of their own (ATen's ``LinearAlgebra.cpp``,
+    ``compute_T18_scale_square``): none take more than those of which no two are halved as often."""
+    matrices = args[0]
+    if 0 not in matrices.stride():  # else a matrix stands for several, of one norm
+        batch = matrices.shape[:-2]
+        halvings = torch.arange(batch.numel(), device=matrices.device) % _MOST_HALVINGS
+        matrices *= (2.0**halvings).to(matrices.dtype).view(*batch, 1, 1)
+
+
 _CHANGES: dict[object, Callable[[list[Any]], None]] = {
     aten.mkldnn_rnn_layer_backward: _mkldnn_rnn_reserve,
     aten._cudnn_rnn_backward: _cudnn_rnn_reserve,
     aten._embedding_bag_backward: _full_bags,
+    aten.linalg_matrix_exp: _other_norms,
     aten.linalg_ldl_solve: _pivots_of_no_swap,
     aten.linalg_lu_solve: _pivots_of_no_swap,
     aten.lu_unpack: _pivots_of_no_swap,
