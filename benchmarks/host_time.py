@@ -12,6 +12,7 @@ Below stand the same two, followed by replays: extra time as predicted, Python's
 Then twelve layers of width 32 and eight words with every block checkpointed: by replays, by graphs and by
 ``torch.utils.checkpoint``; and, where nothing runs again, under a dispatch mode that does nothing, and with
 hooks on saved tensors that do nothing.
+The same for Hugging Face's ViT of ``time_truth.py``, of which nothing runs again: what replays take at least.
 Then what Python takes to enter a planned graph, from a wait for data to the graph's first operator, for each
 tensor that the graph is given (``planner/costs/host_time.py``): a GPU has nothing to do meanwhile.
 """
@@ -34,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
+from benchmarks.time_truth import build
 from planner.verification.measure import measure_seconds
 from tests.zoo import GPT
 
@@ -52,6 +54,7 @@ def main() -> None:
         for name, sizes in MODELS.items()
     }
     results["every block checkpointed"] = checkpointed(options.repeats)
+    results["ViT, nothing runs again"] = watched(options.repeats)
     entered = entering_seconds(options.repeats)
     if options.json:
         json.dump({**results, "entering_seconds": entered}, sys.stdout, indent=1)
@@ -171,6 +174,38 @@ def checkpointed(repeats: int) -> dict[str, dict[str, float]]:
         "checkpoint": step(by_hand),
         "graphs": step(planned("graph")),
         "replays": step(planned("replay")),
+    }
+    seconds = measure_seconds(list(steps.values()), repeats)
+    return {
+        name: {"seconds": taken, "ratio_to_eager": taken / seconds[0]}
+        for name, taken in zip(steps, seconds, strict=True)
+    }
+
+
+def watched(repeats: int) -> dict[str, dict[str, float]]:
+    """Seconds of steps of a ViT that recompute nothing: planned, and under what does nothing."""
+
+    def step(backend: str = "", *around: Callable[[], AbstractContextManager[object]]) -> Callable[[], None]:
+        model, inputs, _ = build("vit")
+        if backend:
+            planner.plan(model, (), inputs, budget="100%", backend=backend, costs="roofline").apply(model)
+
+        def run() -> None:
+            model.zero_grad(set_to_none=True)
+            with ExitStack() as stack:
+                for context in around:
+                    stack.enter_context(context())
+                loss = model(**inputs).loss
+            loss.backward()
+
+        return run
+
+    hooks = partial(torch.autograd.graph.saved_tensors_hooks, lambda t: t, lambda t: t)
+    steps = {
+        "eager": step(),
+        "a mode and hooks": step("", hooks, NothingMode),
+        "graphs": step("graph"),
+        "replays": step("replay"),
     }
     seconds = measure_seconds(list(steps.values()), repeats)
     return {
