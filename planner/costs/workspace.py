@@ -339,5 +339,5 @@ def _output_bytes(result: Any, inputs: Iterable[torch.Tensor], on: str = "cpu") 
 
 
 def _grad_mode(func: OpOverload) -> AbstractContextManager[None]:
-    """The grad mode for an operator: oneDNN's layers make a reserve only where it is on, despite ``train``."""
+    """The grad mode for an operator: oneDNN's layers make a reserve only in it, even if ``train`` is set."""
     return torch.enable_grad() if func.overloadpacket is aten.mkldnn_rnn_layer else nullcontext()
