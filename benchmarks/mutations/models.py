@@ -19,8 +19,9 @@ HOLDS_PARAMETERS = Change(
 )
 TRAINS_ALL = Change(
     "planner/training_step/copies.py",
-    "    args, kwargs = map_tensors(fake, (step.args, dict(step.kwargs)))\n",
-    "    copied.requires_grad_(True)\n    args, kwargs = map_tensors(fake, (step.args, dict(step.kwargs)))\n",
+    "    args, kwargs = map_tensors(faked, (step.args, dict(step.kwargs)))\n",
+    "    copied.requires_grad_(True)\n"
+    "    args, kwargs = map_tensors(faked, (step.args, dict(step.kwargs)))\n",
 )
 
 

@@ -18,7 +18,7 @@ def without_autocast() -> Iterator[None]:
     A user leaves the region before the backward, which frees the kept casts of weights. Here the caller's
     region continues, so they are freed explicitly. The notes on that region stay.
     """
-    with what_is_noted_stays(), contextlib.ExitStack() as stack:
+    with notes_on_region_stay(), contextlib.ExitStack() as stack:
         for kind in _enabled():
             torch.clear_autocast_cache()
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -26,7 +26,7 @@ def without_autocast() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def what_is_noted_stays() -> Iterator[None]:
+def notes_on_region_stay() -> Iterator[None]:
     """A context that restores the notes on the caller's region at its end, even if casts were freed."""
     noted = {kind: notes for kind in _enabled() if (notes := notes_of_region(kind))}
     try:
@@ -41,7 +41,7 @@ def what_is_noted_stays() -> Iterator[None]:
 @contextlib.contextmanager
 def region_of_its_own() -> Iterator[None]:
     """A context that begins without earlier casts of autocast and without notes on the region."""
-    with what_is_noted_stays():
+    with notes_on_region_stay():
         torch.clear_autocast_cache()
         yield
 

@@ -19,7 +19,7 @@ from torch._dynamo.utils import ExactWeakKeyDictionary
 
 from planner._torch.compat import of_graphs, takes_argument
 from planner._torch.layouts.shape_functions import layouts_of_kernels, widen_grouped_products
-from planner._torch.tracing.breaks.graph_breaks import reason_of
+from planner._torch.tracing.breaks.graph_breaks import reason_of_error
 from planner._torch.tracing.breaks.known_breaks import forget_known_breaks
 from planner._torch.tracing.callbacks import Callback, call_ours_in_any_stance
 from planner._torch.tracing.dynamo_patches import (
@@ -183,7 +183,8 @@ class _WithSettings(Callback):
                 result = self._traced(frame, *rest)
             except (Unsupported, UserError) as error:
                 raise CaptureError(
-                    f"the forward breaks into too many graphs; one ends at {reason_of(error)}. {NOT_A_GRAPH}"
+                    "the forward breaks into too many graphs; one ends at "
+                    f"{reason_of_error(error)}. {NOT_A_GRAPH}"
                 ) from error
         self._captured.add(result)
         if result.guarded_code is not None:

@@ -46,15 +46,18 @@ logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 _CHUNK = 64
+"""How many operators run in one profiler session. Between sessions progress is told and Ctrl-C heeded."""
 _MAX_RUNS = 4
+"""After so many runs an operator that allocates something else each time counts as in the last."""
 _ALONE = 1.1
-"""As many times as long as a processor's may the time of a run be that did not wait for one."""
+"""A run whose wall time is at most this many times its process time had a processor to itself."""
 _MARK = "planner.costs.workspace."
-# These share their input's storage, or copy where its strides do not allow that.
+"""Before an operator's number in its chunk: what the profiler calls its run."""
+# Views where the strides of their input allow it, and else copies.
 _MAY_COPY = frozenset({aten.reshape, aten.contiguous, aten.to})
 
 OnMeasured = Callable[[int, int], None]
-"""Called with the number of operators that have run, and the number of all."""
+"""Called with the number of operators that have run, and the number of all that will."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class OpMemory:
     """The memory of one operator.
 
     Attributes:
-        workspace_bytes: The most bytes that it held at once beyond those at its return.
+        workspace_bytes: The most bytes that it held at once beyond those that it holds when it returns.
         output_bytes: Size of the storage of each of its outputs, flattened; 0 for one that shares another's
             storage or is no tensor. Empty for an operator that was not run (a view, or a failure).
     """
@@ -72,17 +75,19 @@ class OpMemory:
 
 
 NOT_RUN = OpMemory(0, ())
+"""The memory of an operator that was not run."""
 
 
 class TimedRun(NamedTuple):
-    """Process seconds of a run, and whether it had no need to wait for a processor, as beside others."""
+    """How long a run took, in process seconds."""
 
     seconds: float
     alone: bool
+    """Whether it never waited for a processor, as it does beside other processes."""
 
 
 class Workspaces(Protocol):
-    """A source of the memory of calls."""
+    """What knows the memory of calls: measured here, or predicted for a GPU that is not here."""
 
     def measure(self, calls: Iterable[Call]) -> list[OpMemory]:
         """The memory of each call, in order."""
@@ -90,13 +95,15 @@ class Workspaces(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Run:
+    """What one run of an operator allocated."""
+
     memory: OpMemory
     kept_bytes: int
-    """Bytes that it left allocated beyond its outputs."""
+    """Bytes that it left allocated beyond its outputs, as in a cache."""
 
     @property
     def clean(self) -> bool:
-        """Nothing but the outputs was allocated, so that a second run could not differ."""
+        """Whether it allocated nothing but its outputs: then a second run cannot differ."""
         return self.memory.workspace_bytes == 0 and self.kept_bytes == 0
 
 
@@ -105,8 +112,8 @@ class WorkspaceMeter:
 
     Attributes:
         failures: Operators that could not be run, with the reason, by signature. Their workspace counts as 0.
-        unmeasured: Operators that were not run, since that would end an open profiler session. They count as
-            0, too.
+        unmeasured: Signatures of operators that were not run, since that would end an open profiler session.
+            They count as 0, too.
         made_up: Makes the arguments that they are run with.
     """
 
@@ -132,7 +139,7 @@ class WorkspaceMeter:
         self._loaded = False
 
     def measure(self, calls: Iterable[Call], progress: OnMeasured | None = None) -> list[OpMemory]:
-        """Returns the memory of each call, in order; runs those not yet known.
+        """The memory of each call, in order; those that are not yet known are run.
 
         Random generators, active modes and autocast stay as they are.
         """
@@ -156,13 +163,13 @@ class WorkspaceMeter:
         elif pending:
             self._run_all(pending, progress)
             self._save({key: self._known[key] for key in pending if key in self._known})
-        return [
+        return [  # without a signature it is a view, or a collective, which would wait for other ranks
             OpMemory(copied_bytes(call, self.device.type), ()) if s is None else self._known.get(s, NOT_RUN)
             for s, call in zip(signatures, calls, strict=True)
         ]
 
     def run_of(self, call: Call) -> TimedRun | None:
-        """How long a call took when it was measured; None where it was not, or not on a CPU."""
+        """How long a call took when it was measured on the CPU, in this process; None where it was not."""
         return self._timed.get(_signature(call)) if self._timed else None
 
     def failed(self, calls: Iterable[Call]) -> Iterator[tuple[Call, str]]:
@@ -185,7 +192,7 @@ class WorkspaceMeter:
                     progress(min(start + _CHUNK, len(todo)), len(todo))
 
     def _settle(self, chunk: Mapping[str, Call]) -> None:
-        """Runs each operator until its allocations repeat: first runs fill caches that stay."""
+        """Run each operator until its allocations repeat: first runs fill caches that stay."""
         run_each = self._run_on_cuda if self.device.type == "cuda" else self._run_on_cpu
         before: dict[str, _Run] = {}
         for _ in range(_MAX_RUNS):
@@ -218,7 +225,7 @@ class WorkspaceMeter:
 
         def run_each() -> None:
             for number, (key, call) in enumerate(chunk.items()):
-                with self._reporting(key, call):
+                with self._noting_failure(key, call):
                     run_one(f"{_MARK}{number}", key, call)
 
         recording = record_cpu_allocations(run_each)
@@ -255,12 +262,13 @@ class WorkspaceMeter:
         runs = {}
         with torch.cuda.device(self.device):
             for key, call in chunk.items():
-                with self._reporting(key, call):
+                with self._noting_failure(key, call):
                     runs[key] = run_one(key, call)
         return runs
 
     @contextmanager
-    def _reporting(self, key: str, call: Call) -> Iterator[None]:
+    def _noting_failure(self, key: str, call: Call) -> Iterator[None]:
+        """A context in which a call that raises counts as failed, with masks of both values."""
         try:
             yield
         except Exception as error:  # a kernel may raise anything about made-up inputs
@@ -276,7 +284,7 @@ class WorkspaceMeter:
 
     @contextmanager
     def arguments(self, call: Call) -> Iterator[tuple[list[Any], dict[str, Any]]]:
-        """A context with real arguments for a call, which it may be run with inside.
+        """A context in which a call can be run, with real arguments for it and the grad mode that it needs.
 
         Raises:
             Exception: The call must not be run, or no such tensors can be made.
@@ -312,10 +320,11 @@ def _allocates(func: object) -> bool:
     if not isinstance(func, OpOverload) or not has_tensors(func) or is_collective(func):
         return False
     is_view = func.is_view or func.overloadpacket is aten._unsafe_view
-    return not (is_view and func.overloadpacket not in _MAY_COPY)
+    return not is_view or func.overloadpacket in _MAY_COPY
 
 
 def _output_bytes(result: Any, inputs: Iterable[torch.Tensor], on: str = "cpu") -> tuple[int, ...]:
+    """As :attr:`OpMemory.output_bytes`; 0 for what is not on the device, too."""
     seen = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     sizes = []
     for output in tree_leaves(result):
@@ -330,5 +339,5 @@ def _output_bytes(result: Any, inputs: Iterable[torch.Tensor], on: str = "cpu") 
 
 
 def _grad_mode(func: OpOverload) -> AbstractContextManager[None]:
-    """The grad mode for an operator: oneDNN's layers make a reserve only with it on, despite ``train``."""
+    """The grad mode for an operator: oneDNN's layers make a reserve only in it, even if ``train`` is set."""
     return torch.enable_grad() if func.overloadpacket is aten.mkldnn_rnn_layer else nullcontext()

@@ -21,21 +21,23 @@ from solvers.model.solution import Solution, Status
 from solvers.programs.lower_bound import lower_bound, sent_by_bound
 
 _LEAST_SHARE = 0.02
-"""A share of the unplanned step's peak: if all results of ReLU take less, the step is not solved again."""
+"""The share of the unplanned step's peak that results of ReLU must take together to be offered as signs. For
+less the step is not solved a second time."""
 _LEAST_MASKS = 1 / 5000
-"""The same for masks, which cost less to pack: those of labels take some kilobytes."""
+"""The same where there are masks, which cost less to pack. Those of labels, some kilobytes, take less."""
 
 _SHARES = 0.6, 1.0
-"""Shares of the time of forward and backward that the link may use, each tried."""
+"""Shares of the time of forward and backward for which the link may be busy, each tried. With all of it, what
+cannot be sent or fetched in time makes compute wait; with less, more is recomputed."""
 
 _SHARES_OF_BOUND = 0.8, 1.0
-"""Shares of the link's bytes per second, each tried in the lower bound's program, which selects results."""
+"""Shares of the link's bytes per second that the lower bound's program may use, each tried, as above."""
 _PROGRAM_SECONDS = 2.0
-"""Wall seconds for each of these programs."""
+"""Wall seconds for each of these programs. They only select what is offered, so any answer is of use."""
 
 _BESIDE = 0.02
-"""The share of a transfer's time that counts if the step computes meanwhile: of schedules that take as long,
-the one that sends less is taken."""
+"""The share of a transfer's time that counts if the step computes meanwhile: a little, so that of schedules
+that take about as long the one that sends less is taken."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +56,19 @@ class Solved:
 
 
 def offered(prepared: Prepared, constraints: Constraints) -> PackedProblem | None:
-    """The problem in which every mask may be kept as bits, and the signs of every result of ReLU; None where
-    there is none to offer it for.
+    """The problem in which every mask may be kept as bits, and the signs of every result of ReLU.
 
-    With micro-batches in flight masks are kept as they are, or drawn again. So are those that users insist to
-    keep or to recompute, and checkpointing by hand decides on everything.
+    None where that is not offered: with micro-batches in flight, with checkpoints placed by hand, with
+    offload, where masks may be sent instead, and where masks and results are too small. A mask that the user
+    wants kept or recomputed is not packed.
     """
     options = prepared.options
     if options.encodings == "none" or options.solver == "manual" or options.in_flight is not None:
         return None
-    if options.offload != "none":  # where masks may be sent
+    if options.offload != "none":
         return None
     free = _free(prepared, constraints)
+    # Without a mask all that is packed are signs, which have a reader.
     least = _LEAST_SHARE if all(p.reader is not None for p in free) else _LEAST_MASKS
     sizes = (prepared.problem.graph.values[p.value].bytes for p in free)
     if sum(sizes) <= least * prepared.problem.eager.peak_bytes:
@@ -90,18 +93,21 @@ def offers_to_send(
     In the first, all may be sent, at the full time of their transfers: it reaches the least peaks. In the
     second, only cut points may be sent, as the inputs of blocks; the rest is recomputed from them. In the
     others, only as many as the link carries while the step computes, so that compute waits little: those
-    that take longest to recompute for their bytes, and those
-    that the programs of the lower bound send, which weigh sending against what is made again within ``room``.
-    A result that may be sent is not made again, nor are others of the same operation, which stay; where these
-    are large, the first two problems make all of them again.
+    that take longest to recompute for their bytes, and those that the programs of the lower bound send, which
+    weigh sending against recomputing. A result that may be sent is not recomputed, nor are others of the same
+    operation, which stay; where these are large, the first two problems recompute all of them.
+
+    Args:
+        prepared, constraints: The step, and what the user wants kept or recomputed.
+        room: The bytes that the dynamic peak may have; None for the least, without the bound's programs.
     """
     if prepared.options.offload == "none":
         return []
     graph = prepared.problem.graph
     free = within_host_budget(_free(prepared, constraints), host_budget_bytes(prepared.options))
     alone = alone_in_size(graph, free)
-    points = set(articulation_values(graph, pinned_values(graph, forward_uses(graph))))
-    connecting = [p for p in alone if p.handed or p.value in points]
+    cut_points = set(articulation_values(graph, pinned_values(graph, forward_uses(graph))))
+    connecting = [p for p in alone if p.handed or p.value in cut_points]
     beside = [beside_compute(graph, free, share) for share in _SHARES]
     if room is not None:
         beside += [sent for sent in _sent_by_bounds(prepared, free, room) if sent not in beside]
@@ -110,11 +116,11 @@ def offers_to_send(
         _priced(connecting, 1.0),
         *(_priced(packings, _BESIDE) for packings in beside),
     ]
-    return [packed(prepared.problem, some, if_unpacked=True) for some in ways if some]
+    return [packed(prepared.problem, packings, if_unpacked=True) for packings in ways if packings]
 
 
 def _sent_by_bounds(prepared: Prepared, free: list[Packing], room: int) -> list[list[Packing]]:
-    """The results that the lower bound's program sends, for each share of the link."""
+    """The results that the lower bound's program sends, for each of `_SHARES_OF_BOUND`."""
     graph, found = prepared.problem.graph, list[list[Packing]]()
     limit = prepared.options.time_limit / 8
     for share in _SHARES_OF_BOUND:
@@ -127,9 +133,10 @@ def _sent_by_bounds(prepared: Prepared, free: list[Packing], room: int) -> list[
 
 
 def bounded(prepared: Prepared, solved: Solved, room: int | None) -> Solved:
-    """An answer that sends results, with seconds that no schedule within the budget undercuts.
+    """An answer that sends results, with a lower bound on the seconds of all schedules, those that send too.
 
-    Masks could also be kept as bits where they are; where there are any, the answer is left as it is.
+    The bound does not know masks that stay on the device as bits: where there are masks, and where there is
+    no bound to replace, the answer is returned as it is.
     """
     if room is None or solved.solution.bound_seconds is None or solved.bound_covers != "every schedule":
         return solved
@@ -143,7 +150,7 @@ def bounded(prepared: Prepared, solved: Solved, room: int | None) -> Solved:
 
 
 def _priced(packings: Iterable[Packing], price: float) -> list[Packing]:
-    """Packings that count a share of the time that the link takes."""
+    """Packings with a share, ``price``, of the seconds of their transfers among their own."""
     return [
         replace(
             p,
@@ -155,7 +162,7 @@ def _priced(packings: Iterable[Packing], price: float) -> list[Packing]:
 
 
 def followed(prepared: Prepared, offer: PackedProblem, solution: Solution) -> Solved:
-    """A solution of the problem in which masks may be packed, with those packed that it unpacks."""
+    """A solution of an offer, as one of the problem that packs only what it unpacks."""
     problem, schedule = _followed(prepared.problem, prepared.packings, offer, solution.schedule)
     timeline = simulate(problem.graph, schedule)
     solution = replace(solution, schedule=schedule, peak_bytes=timeline.peak_bytes, seconds=timeline.seconds)
@@ -172,9 +179,8 @@ def total_bytes(prepared: Prepared, offer: PackedProblem | None = None) -> Calla
 
     Args:
         prepared: The step.
-        offer: The problem in which masks may be packed, if the schedules are of that one.
+        offer: The offer that the schedules are of; None where they are of the step's problem.
     """
-
     known: dict[bytes, int] = {}
 
     def total(schedule: Schedule) -> int:
@@ -192,6 +198,7 @@ def total_bytes(prepared: Prepared, offer: PackedProblem | None = None) -> Calla
 def _followed(
     without: Problem, packings: Iterable[Packing], offer: PackedProblem, schedule: Schedule
 ) -> tuple[Problem, Schedule]:
+    """The problem that packs only what a schedule of an offer unpacks, and that schedule in it."""
     used = {packing.row for packing in offer.unpacked_in(schedule)}
     made = packed(without, [packing for packing in packings if packing.row in used])
     followed = made.follow(offer, schedule)
@@ -201,19 +208,21 @@ def _followed(
 
 
 def keeps_everything(solved: Solved) -> bool:
-    """Whether nothing can be better: the schedule recomputes nothing, and fits."""
+    """Whether the schedule fits and recomputes nothing, so that none can be better."""
     solution = solved.solution
     return solution.feasible and len(solution.schedule) == solved.problem.graph.base_length
 
 
 def fits(solved: Solved, room: int | None) -> bool:
-    """Whether the schedule is within the budget; ``room`` is None where the least peak is asked for."""
+    """Whether the schedule is within a budget that leaves ``room`` bytes; None asks for the least peak."""
     return solved.solution.feasible and (room is None or solved.solution.peak_bytes <= room)
 
 
 def better(first: Solved, second: Solved, room: int | None) -> Solved:
-    """The better of two answers to a budget: the one that fits, then the faster one. If neither fits, or if
-    the least peak is asked for (``room`` is None), the one of the smaller peak."""
+    """The better of two answers to a budget: the one that fits, then the faster one.
+
+    If neither fits, or if the least peak is asked for (``room`` is None), the one of the smaller peak.
+    """
 
     def rank(solved: Solved) -> tuple[bool, float, float]:
         seconds, peak = solved.solution.seconds, solved.solution.peak_bytes

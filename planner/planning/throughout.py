@@ -18,7 +18,16 @@ from planner.training_step.step import unique_storages
 
 @dataclass(frozen=True)
 class ThroughoutBytes:
-    """Bytes of what is there throughout, in the order in which a training loop makes it."""
+    """Bytes of each storage that is there throughout, in the order in which a training loop makes them.
+
+    The device's allocator has not rounded them up.
+
+    Attributes:
+        parameters, buffers, inputs: What the step is given.
+        buckets: Those of ``DistributedDataParallel``, without the parts that are gradients at the same time.
+        unreduced: Whole gradients that ``fully_shard`` keeps between micro-batches.
+        gradients: Those that are there when the step begins.
+    """
 
     parameters: Sequence[int]
     buffers: Sequence[int]
@@ -28,7 +37,7 @@ class ThroughoutBytes:
     inputs: Sequence[int]
 
     def resident(self, update: OptimizerStep, device: Device) -> Resident:
-        """Their sums, by what they are, with the optimizer's state."""
+        """The sum of each, rounded up, and the bytes of an optimizer's state."""
 
         def total(sizes: Sequence[int]) -> int:
             return sum(round_bytes(device, size) for size in sizes)
@@ -44,7 +53,7 @@ class ThroughoutBytes:
         )
 
     def tensors(self, device: Device) -> tuple[int, ...]:
-        """The size of each tensor, as the device's allocator rounds it."""
+        """The bytes of each, rounded up, in order."""
         gradients = [*self.buckets, *self.unreduced, *self.gradients]
         sizes = [*self.parameters, *self.buffers, *gradients, *self.inputs]
         return tuple(round_bytes(device, size) for size in sizes)
@@ -61,17 +70,18 @@ def bytes_throughout(
 
     Args:
         captured: The step.
-        parameters: The parameters of its module.
         rank: The rank whose step it is; None for a single process.
-        added_to: Whether each trainable parameter has a gradient when the step begins.
-        in_flight: Of a pipeline's stage, the number of micro-batches between their forward and backward.
+        parameters: The parameters of its module.
+        added_to: Whether each of these has a gradient when the step begins.
+        in_flight: In a stage of a pipeline, the number of micro-batches whose forward has run when the first
+            backward begins; else None.
     """
 
     def sizes(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [int(t.untyped_storage().nbytes()) for t in unique_storages(tensors)]
 
     buffers, inputs = sizes(captured.buffers), sizes(captured.inputs)
-    if in_flight is not None:  # each has inputs of its own, and room for the gradients that it is sent
+    if in_flight is not None:  # each has inputs of its own, and memory for the gradients that it is sent
         inputs = [*inputs, *(t.numel() * t.element_size() for t in captured.arriving)] * in_flight
     if rank is None:
         return ThroughoutBytes(sizes(captured.parameters), buffers, (), (), sizes(captured.gradients), inputs)
@@ -92,10 +102,9 @@ def recorded_bytes(
 
     Args:
         captured, problem: The step.
-        resident: The bytes that are there throughout. If gradients are among them, those that a recorded
-            graph makes are handed out as copies.
+        resident: The bytes that are there throughout.
         device: The device that the step runs on.
-        dropped: Whether the step drops its outputs. Those that a recorded graph wrote stay all the same.
+        dropped: Whether the step drops its outputs.
     """
     graphs = [graph.joint for graph in captured.graphs if graph.joint is not None]
     outputs = [
@@ -104,10 +113,12 @@ def recorded_bytes(
         for node in dict.fromkeys(joint.outputs[0])
         if isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
     ]
-    # The copy that is handed out, and that of the gradient which arrives. Between graphs: the copy which the
-    # next one reads, and that of the gradient which it returns.
+    # Each output is copied to be handed out, and its gradient when it arrives. Where the step drops its
+    # outputs, those that the graphs wrote stay all the same. If another graph reads them, it reads a copy,
+    # and the gradient that it returns is copied.
     copies = 2 + dropped + 2 * (len(graphs) > 1)
-    # Each graph has a pool, and the largest is no larger than the step's peak.
+    # Each graph has a pool. The step's peak, which is counted elsewhere, is at least the largest of them.
     pools = sorted(problem.peaks_by_graph().values())
     inputs = len(graphs) * resident.input_bytes
+    # Gradients that are there at entry are added to, so the graphs hand out copies of those that they make.
     return inputs + copies * sum(outputs) + sum(pools[:-1]) + resident.gradient_bytes + device.library_bytes

@@ -14,12 +14,15 @@ from solvers.model.arrays import Schedule
 from solvers.model.solution import Solution, Status
 
 MOST_ATTEMPTS = 8
+"""The most schedules that are judged. All but the first are solved for."""
 _LEAST_STEP = 1 / 400
-"""The share of an allowance by which it is lowered at least."""
+"""The share of its peak by which the next allowance is lower at least, if a schedule is over by few bytes."""
 _NEAR = 1 / 50
-"""The share of an allowance below which a gap is not halved any more."""
+"""The share of a peak below which a gap is not halved any more. A gap as large as the peak is halved six
+times until then, which the attempts allow."""
 _ALIKE = 1 / 2000
-"""The share of its seconds by which a schedule must be faster; else the one of fewer bytes is the better."""
+"""The share of its seconds by which a schedule must be faster; else the one of fewer bytes is the better. No
+measurement of a step is as exact."""
 
 
 def within_budget(
@@ -41,7 +44,8 @@ def within_budget(
         total_bytes: Predicts the bytes of a schedule's whole step.
         solve: Finds a solution for a dynamic peak in bytes, within wall seconds.
         time_limit: Wall seconds for all attempts. If none fits, the least peak is still tried afterwards.
-        too_slow: Whether a solution is too slow to be of use: one for less memory is no faster.
+        too_slow: Whether a solution is too slow to be of use. If it does not fit either, the search ends: one
+            for less memory is no faster.
         enough: Whether a solution that fits is good enough to end the search.
 
     Returns:
@@ -53,12 +57,12 @@ def within_budget(
         return solution
     bound = solution.bound_seconds  # of the largest allowance: it bounds all schedules that could fit
     fitting: Solution | None = None
-    fitting_over = 0
+    fitting_over = 0  # its bytes over the budget, which are negative
     # Allowances up to here need not be tried: one at least as large fits, or no schedule takes as little.
     lowest: int | None = None
     allowance = solution.peak_bytes
     failing = list[tuple[int, int]]()  # peaks, and the allowances for which they were found
-    least = solution, total_bytes(solution.schedule)
+    least = solution, total_bytes(solution.schedule)  # the solution of the fewest bytes, and these
     for attempt in range(MOST_ATTEMPTS):
         over = total_bytes(solution.schedule) - budget_bytes
         if over + budget_bytes < least[1]:
@@ -85,7 +89,7 @@ def within_budget(
             break
         if attempt == MOST_ATTEMPTS - 1 or time.perf_counter() > end:
             break
-        # Half of the time that is left: a solver that used all of it would leave no further attempt.
+        # Half of the time that is left, as a solver that used all of it would leave none for another attempt.
         solution = solve(allowance, max((end - time.perf_counter()) / 2, 1.0))
     if fitting is None and lowest is None:
         solution = solve(0, max(end - time.perf_counter(), time_limit / 8, 1.0))
@@ -97,17 +101,20 @@ def within_budget(
     return fitting or least[0].infeasible()
 
 
-def _is_better(one: Solution, over: int, other: Solution, other_over: int) -> bool:
-    """Whether one of two that fit is faster; if they are nearly equal, whether it takes fewer bytes."""
+def _is_better(one: Solution, one_over: int, other: Solution, other_over: int) -> bool:
+    """Whether one of two that fit is faster; if they are nearly equal, whether it is less over the budget."""
     if abs(one.seconds - other.seconds) <= _ALIKE * other.seconds:
-        return over < other_over
+        return one_over < other_over
     return one.seconds < other.seconds
 
 
 def _between(lowest: int, failing: Sequence[tuple[int, int]]) -> int | None:
     """The middle of the lowest gap wider than `_NEAR` in which a solver may find a schedule not yet seen.
 
-    Between the peak of a schedule and the allowance that it was found for, it would be found again.
+    Args:
+        lowest: The allowance above which it is looked for.
+        failing: The peak of each schedule that does not fit, and the allowance that it was found for. Between
+            these two it would be found again.
     """
     known = lowest
     for peak, allowance in sorted(failing):

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from planner._torch import fake
 from planner._torch.inductor.fusion_names import Fusion
-from planner._torch.inductor.random_operators import IN_ORDER, PLAIN
+from planner._torch.inductor.random_operators import FROM_STATE, IN_ORDER
 from planner.capture.captured_step import CapturedStep
 from planner.capture.graphs.graph_call import GraphCall
 from planner.costs.cuda_scratch import CudaScratch
@@ -148,7 +148,7 @@ class EmittedStepModel:
 
 def _measured(call: Call) -> Call:
     """The call to measure in the place of another: for a draw in order, or from a state, the plain draw."""
-    plain = PLAIN.get(call.func) or IN_ORDER.get(call.func)
+    plain = FROM_STATE.get(call.func) or IN_ORDER.get(call.func)
     return call if plain is None else Call(plain, call.args[1:], call.kwargs)
 
 
@@ -198,7 +198,7 @@ class _Composed:
             memory, workspace = NOT_RUN, 0
             if event.call is not None:
                 of, memory = recording.calls[event.call], memories[event.call]
-                again = of.func in PLAIN
+                again = of.func in FROM_STATE
                 workspace = memory.workspace_bytes + again * generator_state_bytes(self._model.device.kind)
                 sizes = real_sizes(of, memory, [recording.storages[s].bytes for s in event.allocates])
                 for storage, size in zip(event.allocates, sizes, strict=True):

@@ -1,4 +1,4 @@
-"""The memory of operator calls in a planned forward that the plan does not have."""
+"""The memory of operator calls that run in a planned forward and are not in the plan."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -10,14 +10,14 @@ from planner._torch.tensors import storage_number
 
 
 class UnplannedMemory:
-    """Checks that what unplanned calls allocate fits beside what the plan has in memory at that position.
+    """Checks that what unplanned calls allocate fits beside the values that the plan holds meanwhile.
 
     Args:
-        room: By position, the bytes that the plan leaves free below its peak.
-        position: Returns the number of planned calls that have run.
+        room: By the number of planned calls that have run, the bytes that the plan leaves below its peak.
+        position: Returns that number.
 
     Attributes:
-        excess_bytes: The most bytes by which it did not fit.
+        excess_bytes: The most bytes by which unplanned calls held more than the room; 0 where all fitted.
     """
 
     def __init__(self, room: Sequence[int], position: Callable[[], int]) -> None:
@@ -36,8 +36,8 @@ class UnplannedMemory:
             seen.add(storage_number(storage))
             size = storage.nbytes()
             self._change_by(size)
-            self._references.append(weakref.ref(storage, self._when_freed(size)))
-        self._change_by(0)
+            self._references.append(weakref.ref(storage, self._when_freed(size)))  # dropped, it calls nothing
+        self._change_by(0)  # compares the bytes that were just added
 
     def finished(self) -> None:
         """End the forward. What is alive now stays alive in the backward, where the peak may be."""
@@ -49,7 +49,7 @@ class UnplannedMemory:
         return lambda _: None if self._ended else self._change_by(-size)
 
     def _change_by(self, change: int) -> None:
-        """Compare the bytes since the last change with the least room since then, and change them."""
+        """Compare the bytes, which were the same since the last change, with the least room; change them."""
         position = self._position()
         least_room = min(self._room[self._last_position : position + 1])
         self.excess_bytes = max(self.excess_bytes, self._bytes - least_room)

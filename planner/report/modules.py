@@ -1,4 +1,4 @@
-"""What a plan does to each module: operations, bytes and time, with alike layers folded into one line."""
+"""What a plan does to each module: operations, bytes and time, with layers that are alike in one line."""
 
 import re
 from collections import Counter
@@ -11,13 +11,21 @@ from planner.planfile.simulated import simulated
 from solvers.model.schedule import alive_at
 
 _MOST_NAMES = 4
+"""More modules of which nothing is re-run are counted in the table, not named."""
 _DEEPEST = 100
-"""Modules inside one another. What a plan file has below these is one module: each takes a level of calls."""
+"""Modules inside one another that are told apart, as each takes a level of Python's calls. All that a plan
+file has below these is one module."""
 
 
 @dataclass
 class Share:
-    """The forward operations of a module, those of modules inside it included, and the re-runs among them."""
+    """The forward operations of a module, those of modules inside it included, and the re-runs of them.
+
+    Attributes:
+        ops, recomputed_ops: How many operations there are, and how many of them the backward re-runs.
+        recomputed_bytes, kept_bytes: Bytes of the results that are made again, and of those that are kept.
+        seconds, recomputed_seconds: Predicted time of the operations, and of all re-runs.
+    """
 
     ops: int = 0
     recomputed_ops: int = 0
@@ -29,6 +37,8 @@ class Share:
 
 @dataclass
 class _Node:
+    """A module, with the modules inside it by name; `own` is the share of its operations in none of these."""
+
     share: Share = field(default_factory=Share)
     recomputed_names: Counter[str] = field(default_factory=Counter)
     own: Share = field(default_factory=Share)
@@ -40,20 +50,22 @@ class ModuleRow:
     """One line of the table: a module, or several that are treated alike."""
 
     name: str
-    """Path below the line it is indented under; [0-2, 5] stands for four layers of a list."""
+    """Its path from the module of the line that it is indented under; [0-2, 5] are four layers of a list."""
     depth: int
+    """How many levels it is indented."""
     count: int
     """How many modules the line stands for; `share` is of all of them."""
     share: Share
     recomputed_names: tuple[str, ...]
-    """Which operations are re-run, where only some are and the module contains no other."""
+    """Which operations are re-run, if not all are and no line for a module inside follows; else empty."""
 
 
 def module_rows(plan: PlanRecord) -> list[ModuleRow]:
     """List the modules of a plan's forward, in order of their first operation.
 
-    A module is one line if the plan re-runs all of it or nothing of it. Else lines for its children follow;
-    the last is for those of which nothing is re-run. Layers of a list that are treated alike share a line.
+    A module is one line if the plan re-runs all of it or nothing of it. Else lines for the modules inside it
+    follow; the last is for those of which nothing is re-run. Layers of a list that are treated alike share a
+    line.
     """
     root = _tree(plan)
     return list(_rows(root, "", 0, 1)) if root.share.ops else []
@@ -63,7 +75,7 @@ def folded_names(names: list[str]) -> list[str]:
     """Names of modules; those that differ in one number only become one: layers.[0-3]."""
     alike: dict[str, list[str]] = {}
     for name in names:
-        alike.setdefault(re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name), []).append(name)
+        alike.setdefault(_starred(name), []).append(name)
     return [
         text
         for pattern, group in alike.items()
@@ -72,7 +84,7 @@ def folded_names(names: list[str]) -> list[str]:
 
 
 def folded_holders(plan: PlanRecord, most: int) -> list[LiveModule]:
-    """List the modules whose results are alive at the peak, largest first; those alike in every layer as one.
+    """List the modules whose results are alive at the peak, largest first; one line for those of all layers.
 
     Results that the model itself computes, outside of any module inside it, are listed by operation where the
     plan says which results are alive.
@@ -81,15 +93,15 @@ def folded_holders(plan: PlanRecord, most: int) -> list[LiveModule]:
         plan: The plan.
         most: How many lines to return; the last stands for all the others.
     """
-    numbers: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     sizes: Counter[str] = Counter()
     for holder in _with_operations(plan):
-        pattern = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", holder.module) or "(the model)"
-        numbers.setdefault(pattern, []).append(holder.module)
+        pattern = _starred(holder.module) or "(the model)"
+        names.setdefault(pattern, []).append(holder.module)
         sizes[pattern] += holder.bytes
     holders = []
     for pattern, size in sizes.most_common():
-        alike = numbers[pattern]
+        alike = names[pattern]
         name = alike[0] or pattern
         if len(alike) > 1:
             name = f"{_numbered(pattern, alike)} x{len(alike)}"
@@ -119,10 +131,12 @@ def _with_operations(plan: PlanRecord) -> list[LiveModule]:
 
 
 def _tree(plan: PlanRecord) -> _Node:
+    """The modules of a plan's forward inside one another, from the model itself."""
     root = _Node()
     for graph in (execution for each in plan.graphs for execution in each.by_execution):
         forward_length = graph.forward_length
         runs = Counter(op for op in graph.backward if op < forward_length and op not in graph.packed)
+        # Masks are packed into bits. With offload what is packed is on the host, and takes nothing here.
         kept, packed = set(graph.kept), set(graph.packed if plan.target.offload == "none" else ())
         for index, op in enumerate(graph.ops[:forward_length]):
             node = root
@@ -144,6 +158,7 @@ def _tree(plan: PlanRecord) -> _Node:
 
 
 def _rows(node: _Node, name: str, depth: int, count: int) -> Iterator[ModuleRow]:
+    """The lines of a module and of those inside it; `name`, `depth` and `count` as in :class:`ModuleRow`."""
     # A module that only contains one other is written with it, as in bert.encoder.
     while len(node.children) == 1 and not node.own.ops:
         ((part, child),) = node.children.items()
@@ -171,6 +186,7 @@ def _rows(node: _Node, name: str, depth: int, count: int) -> Iterator[ModuleRow]
 
 
 def _folded(node: _Node) -> Iterator[tuple[str, int, _Node]]:
+    """The modules inside one: name, number and sum of those of a list that are treated alike, or of one."""
     alike: dict[object, list[str]] = {}
     for part, child in node.children.items():
         alike.setdefault(_signature(child) if part.isdecimal() else part, []).append(part)
@@ -179,7 +195,13 @@ def _folded(node: _Node) -> Iterator[tuple[str, int, _Node]]:
         yield label, len(parts), _merged([node.children[part] for part in parts])
 
 
+def _starred(name: str) -> str:
+    """The name of a module with a star for each number: layers.*.attention."""
+    return re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name)
+
+
 def _numbered(pattern: str, alike: list[str]) -> str:
+    """One name for modules whose names differ in the star of a pattern; the pattern where they are not so."""
     if pattern.count("*") != 1 or len(set(alike)) != len(alike):
         return pattern
     place = pattern.split(".").index("*")
@@ -190,7 +212,7 @@ def _numbered(pattern: str, alike: list[str]) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    # 0, 1, 2, 5 is written as 0-2, 5.
+    """Numbers as text: 0, 1, 2 and 5 as ``0-2, 5``."""
     numbers = sorted(numbers)
     runs: list[list[int]] = []
     for number in numbers:
@@ -202,6 +224,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _signature(node: _Node) -> tuple[object, ...]:
+    """What is equal for modules that are treated alike."""
     # Times are left out: measured ones differ between layers that are treated alike.
     share = node.share
     children = tuple((name, _signature(child)) for name, child in node.children.items())
@@ -210,6 +233,7 @@ def _signature(node: _Node) -> tuple[object, ...]:
 
 
 def _merged(nodes: list[_Node]) -> _Node:
+    """The sum of modules of equal signatures."""
     if len(nodes) == 1:
         return nodes[0]
     names: Counter[str] = sum((node.recomputed_names for node in nodes), Counter())

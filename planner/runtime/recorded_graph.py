@@ -35,7 +35,8 @@ from planner.graph.replay import rng
 from planner.lowering.partition import user_outputs
 
 MOST_RECORDINGS = 4
-"""The most recordings of one graph, each because its parameters have moved; then it runs unrecorded."""
+"""The most recordings of one graph, each but the first because its parameters have moved. Code that replaces
+them so often may do so for ever, and each recording takes time: from then on the graph runs unrecorded."""
 
 Tensor = torch.Tensor
 
@@ -71,9 +72,9 @@ class _Half:
     """A forward or a backward as it was recorded.
 
     Attributes:
-        static: The arguments that it reads, tensors at fixed addresses.
-        copied: Positions of the arguments into which a step's own values are copied.
-        results: The tensors that it writes.
+        static: The arguments that it was recorded with, tensors at the addresses that it reads.
+        copied: Positions of the arguments into which each step's values are copied.
+        results: What it returned, tensors at the addresses that it writes.
         run: Runs the recording.
     """
 
@@ -83,8 +84,9 @@ class _Half:
     run: Callable[[], None]
 
     def copy(self, args: Sequence[Any]) -> None:
-        for i in self.copied:
-            self.static[i].copy_(args[i])
+        """Copy a step's arguments to where the recording reads them."""
+        for position in self.copied:
+            self.static[position].copy_(args[position])
 
 
 @dataclass
@@ -95,8 +97,8 @@ class _Recording:
         where: The device and stream.
         settings: PyTorch's settings that select kernels.
         forward, backward: Its halves; `backward` is None until it is recorded.
-        handed: The values that autograd keeps for the backward: tensors that hold no memory, and for
-            arguments of the forward, which are passed on themselves, their places.
+        handed: The values that autograd keeps for the backward: tensors that hold no memory, and an
+            `_Argument` for an argument of the forward, which each step passes on itself.
         owned: The same values as tensors that hold their memory, until the backward is recorded.
         gradients: Gradients in the pool that are handed out without a copy, each with the number of
             references to its storage before any was handed out.
@@ -113,7 +115,7 @@ class _Recording:
 
 @dataclass(frozen=True)
 class _Argument:
-    """The place of one of the forward's arguments."""
+    """Stands for one of the forward's arguments."""
 
     position: int
 
@@ -140,11 +142,14 @@ class RecordedGraph:
         *,
         copies_gradients: bool,
     ) -> None:
-        self._device, self._make, self._own, self._calls, self._warn = device, make, own, calls, warn
+        self._device, self._calls, self._warn = device, calls, warn
+        self._make_recorder, self._own_tensors = make, own
         self._copies_gradients = copies_gradients
         self._recorder = make()
-        self._said: set[str] = set()
-        self._off = self._warm = self._to_forget = False
+        self._reasons_told: set[str] = set()
+        self._stopped = False  # whether no step runs as recorded any more
+        self._has_run = False  # whether a first step has run operator by operator
+        self._to_forget = False  # whether the recording is freed after the backward that it awaits
         self._recordings = 0
         self._constants: set[int] = set()  # addresses of the tensors that the functions themselves hold
         self._recording: _Recording | None = None
@@ -161,7 +166,7 @@ class RecordedGraph:
         if self._forward is not None or outputs is None:
             return function
         self._forward, self._outputs = function, outputs
-        self._look(module)
+        self._examine(module)
         return lambda args: self._run_forward(args)  # AOTAutograd sets an attribute of it
 
     def backward(self, module: GraphModule, function: BoxedFunction) -> BoxedFunction:
@@ -172,12 +177,12 @@ class RecordedGraph:
         self._backward = function
         inputs = module.graph.find_nodes(op="placeholder")
         self._tangents = sum(node.name.startswith("tangents_") for node in inputs)
-        self._look(module)
+        self._examine(module)
         return lambda args: self._run_backward(args)
 
     def stop(self, reason: str) -> None:
         """Run nothing as recorded any more."""
-        self._off = True
+        self._stopped = True
         self._tell(reason)
         self.forget()
 
@@ -185,9 +190,10 @@ class RecordedGraph:
         """Free the recording, at once or after the backward that it awaits; later steps record anew."""
         self._to_forget = self._is_awaited()
         if not self._to_forget:
-            self._recording, self._recorder, self._pending = None, self._make(), None
+            self._recording, self._recorder, self._pending = None, self._make_recorder(), None
 
-    def _look(self, module: GraphModule) -> None:
+    def _examine(self, module: GraphModule) -> None:
+        """Note the constants of a graph, and stop if it can never be recorded."""
         self._constants |= _addresses(_constants(module))
         if reason := why_unrecordable(module, self._device):
             self.stop(reason)
@@ -195,13 +201,14 @@ class RecordedGraph:
     # ---- the forward ----
 
     def _run_forward(self, args: list[Any]) -> Sequence[Any]:
+        """Run a forward, as recorded if it may be; the first one that may be is recorded."""
         assert self._forward is not None
-        reason = None if self._off else self._why_not(args)
-        if self._off or reason is not None:
+        reason = None if self._stopped else self._why_not(args)
+        if self._stopped or reason is not None:
             if reason:
                 self._tell(reason)
             return self._forward(args)
-        if not self._warm:
+        if not self._has_run:
             return self._run_first(args)
         if self._recording is None:
             try:
@@ -215,12 +222,13 @@ class RecordedGraph:
         half.run()
         self._pending = self._calls.last
         copies: dict[int, Tensor] = {}
-        for result in half.results[: self._outputs]:
-            if isinstance(result, Tensor) and id(result) not in copies:
-                copies[id(result)] = strided_copy(result)
-        handed = [args[h.position] if isinstance(h, _Argument) else h for h in recording.handed]
+        outputs = half.results[: self._outputs]
+        for output in outputs:
+            if isinstance(output, Tensor) and id(output) not in copies:
+                copies[id(output)] = strided_copy(output)
+        handed = [args[kept.position] if isinstance(kept, _Argument) else kept for kept in recording.handed]
         args.clear()
-        return [*(copies.get(id(r), r) for r in half.results[: self._outputs]), *handed]
+        return [*(copies.get(id(output), output) for output in outputs), *handed]
 
     def _why_not(self, args: Sequence[Any]) -> str | None:
         """Why a forward does not run as recorded: None if it does, "" if the user need not be told."""
@@ -241,21 +249,27 @@ class RecordedGraph:
         if recording.settings != _settings():
             return "settings of PyTorch's kernels have changed"
         half = recording.forward
-        if not all(map(_alike, half.static, args)):
+        if not all(map(_fits, half.static, args)):
             return "inputs are of other shapes"
-        there = [i for i in range(len(args)) if i not in half.copied]
-        return None if all(_same_place(half.static[i], args[i]) for i in there) else self._begin_anew()
+        read_in_place = [i for i in range(len(args)) if i not in half.copied]
+        unmoved = all(_same_place(half.static[i], args[i]) for i in read_in_place)
+        return None if unmoved else self._begin_anew()
 
     def _is_awaited(self) -> bool:
+        """Whether a backward will still read what the recording keeps."""
         return self._pending is not None and self._pending.is_held()
 
     def _begin_anew(self) -> str:
-        """Forget the recording: this step runs operator by operator, the next one is recorded."""
+        """Forget the recording: this step runs operator by operator, the next one is recorded.
+
+        Returns:
+            The reason as of :meth:`_why_not`.
+        """
         self.forget()
         self._recordings += 1
         if self._recordings < MOST_RECORDINGS:
             return ""
-        self._off = True
+        self._stopped = True
         return f"parameters or buffers were replaced {MOST_RECORDINGS} times"
 
     def _run_first(self, args: list[Any]) -> Sequence[Any]:
@@ -264,16 +278,16 @@ class RecordedGraph:
         if not all(map(_is_plain, args)) or any(_device(a) not in (None, self._device) for a in args):
             self.stop("an input is no number and no plain tensor of the module's device")
             return self._forward(args)
-        own, inputs = _addresses(self._own()), _addresses(args)
+        own, inputs = _addresses(self._own_tensors()), _addresses(args)
         others = Watched(
-            {i: a for i, a in enumerate(args) if isinstance(a, Tensor) and _address(a) not in own}
+            {i: arg for i, arg in enumerate(args) if isinstance(arg, Tensor) and _address(arg) not in own}
         )
         results = self._forward(args)
-        self._warm = True
+        self._has_run = True
         if not all(map(_is_plain, results)):
             self.stop("a result is no number and no plain tensor")
             return results
-        outputs = {id(r): _address(r) for r in results[: self._outputs] if isinstance(r, Tensor)}
+        outputs = {id(out): _address(out) for out in results[: self._outputs] if isinstance(out, Tensor)}
         taken = [address for address in outputs.values() if address]  # 0: it has no elements
         if others.written():
             self.stop("it writes into an input")
@@ -282,14 +296,21 @@ class RecordedGraph:
         return results
 
     def _record_forward(self, args: Sequence[Any]) -> _Recording:
+        """Record a forward with these arguments.
+
+        Raises:
+            Exception: It cannot be recorded.
+        """
         assert self._forward is not None
-        own = _addresses(self._own())
-        copied = frozenset(i for i, a in enumerate(args) if isinstance(a, Tensor) and _address(a) not in own)
+        own = _addresses(self._own_tensors())
+        copied = frozenset(
+            i for i, arg in enumerate(args) if isinstance(arg, Tensor) and _address(arg) not in own
+        )
         static = [
-            strided_copy(a) if i in copied else a.detach() if isinstance(a, Tensor) else a
-            for i, a in enumerate(args)
+            strided_copy(arg) if i in copied else arg.detach() if isinstance(arg, Tensor) else arg
+            for i, arg in enumerate(args)
         ]
-        places = {id(s): i for i, s in enumerate(static) if isinstance(s, Tensor)}
+        places = {id(arg): i for i, arg in enumerate(static) if isinstance(arg, Tensor)}
         inputs = _addresses(static) | self._constants
         recorder = self._recorder
         results, run = recorder.record(self._forward, list(static))
@@ -297,12 +318,12 @@ class RecordedGraph:
         def handed(kept: Any) -> Any:
             if id(kept) in places:
                 return _Argument(places[id(kept)])
-            # Views of inputs have the versions of these, by which autograd notices writes.
-            there = not isinstance(kept, Tensor) or kept.device != self._device or _address(kept) in inputs
-            return kept if there else at_same_address(kept)
+            # A view of an input is kept as it is: it has the input's version, so autograd notices writes.
+            as_is = not isinstance(kept, Tensor) or kept.device != self._device or _address(kept) in inputs
+            return kept if as_is else at_same_address(kept)
 
         owned = results[self._outputs :]
-        if not any(isinstance(k, Tensor) and _address(k) not in inputs for k in owned):
+        if not any(isinstance(kept, Tensor) and _address(kept) not in inputs for kept in owned):
             raise RuntimeError("the forward keeps nothing for the backward")
         half = _Half(static, copied, results[: self._outputs], run)
         half.copy(args)  # into memory that lies over itself, as of an expanded tensor, nothing can be copied
@@ -311,6 +332,7 @@ class RecordedGraph:
     # ---- the backward ----
 
     def _run_backward(self, args: list[Any]) -> Sequence[Any]:
+        """Run a backward, as recorded if its forward ran so and it may be; the first one is recorded."""
         assert self._backward is not None
         recording = self._recording
         if recording is None or self._pending is None or not self._is_of(recording, args):
@@ -333,21 +355,25 @@ class RecordedGraph:
         self._pending = None
         if self._to_forget:
             self.forget()
-        held = {id(gradient) for gradient, _ in recording.gradients}
+        not_copied = {id(gradient) for gradient, _ in recording.gradients}
         return [
-            r if not isinstance(r, Tensor) else r.detach() if id(r) in held else strided_copy(r)
-            for r in half.results
+            (result.detach() if id(result) in not_copied else strided_copy(result))
+            if isinstance(result, Tensor)
+            else result
+            for result in half.results
         ]
 
     def _is_of(self, recording: _Recording, args: Sequence[Any]) -> bool:
-        """Whether a backward is that of a forward that ran as recorded."""
-        kept = [a for a in args[: len(args) - self._tangents] if isinstance(a, Tensor)]
-        handed = [h for h in recording.handed if isinstance(h, Tensor | _Argument)]
-        return len(kept) == len(handed) and all(
-            isinstance(h, _Argument) or _same_place(h, k) for h, k in zip(handed, kept, strict=True)
+        """Whether a backward is that of a forward that ran as recorded: it is given what that handed out."""
+        given = [arg for arg in args[: len(args) - self._tangents] if isinstance(arg, Tensor)]
+        handed = [kept for kept in recording.handed if isinstance(kept, Tensor | _Argument)]
+        return len(given) == len(handed) and all(
+            isinstance(kept, _Argument) or _same_place(kept, arg)
+            for kept, arg in zip(handed, given, strict=True)
         )
 
     def _why_not_backward(self, recording: _Recording, args: Sequence[Any]) -> str | None:
+        """Why a backward does not run as recorded; None if it does."""
         if autograd.graph_is_kept():
             return "the backward keeps its graph (retain_graph=True)"
         if self._recorder.is_recording():
@@ -359,15 +385,20 @@ class RecordedGraph:
         tangents = self._tangents_of(args)
         if not all(map(_is_plain, tangents)):
             return "a gradient that arrives is of a class of its own"
-        if recording.backward is not None and not all(map(_alike, recording.backward.static, tangents)):
+        if recording.backward is not None and not all(map(_fits, recording.backward.static, tangents)):
             return "gradients arrive in other shapes or strides"
         return None
 
     def _record_backward(self, recording: _Recording, args: Sequence[Any]) -> _Half:
+        """Record a backward with what the forward's recording keeps, and these gradients of outputs.
+
+        Raises:
+            Exception: It cannot be recorded.
+        """
         assert self._backward is not None
         tangents = [strided_copy(t) if isinstance(t, Tensor) else t for t in self._tangents_of(args)]
         inputs = _addresses((*tangents, *recording.forward.static)) | self._constants
-        numbers = [a for a in args[: len(args) - self._tangents] if not isinstance(a, Tensor)]
+        numbers = [arg for arg in args[: len(args) - self._tangents] if not isinstance(arg, Tensor)]
         given = [*numbers, *(kept for kept in recording.owned if isinstance(kept, Tensor)), *tangents]
         recording.owned = []  # the backward frees what it has read
         results, run = self._recorder.record(self._backward, given)
@@ -375,35 +406,44 @@ class RecordedGraph:
         half = _Half(tangents, copied, results, run)
         half.copy(self._tangents_of(args))
         recording.gradients = [
-            (results[i], holders(results[i])) for i in self._stay(recording, results, inputs)
+            (results[i], holders(results[i])) for i in self._uncopied(recording, results, inputs)
         ]
         return half
 
-    def _stay(self, recording: _Recording, results: Sequence[Any], inputs: Collection[int]) -> list[int]:
-        """The gradients that are handed out as they are: of parameters that are passed once.
+    def _uncopied(self, recording: _Recording, results: Sequence[Any], inputs: Collection[int]) -> list[int]:
+        """Positions of the gradients that are handed out as they are: of parameters that are passed once.
 
         Of a parameter that is passed several times, autograd adds the gradients up in place; memory that a
         recording holds must not be written so.
+
+        Args:
+            recording: The step.
+            results: What the backward returned: a gradient for each argument of the forward.
+            inputs: Addresses that the backward reads.
         """
         given = recording.forward
         if self._copies_gradients or len(results) != len(given.static):
             return []
-        passed, made = (
-            Counter(_address(t) for t in each if isinstance(t, Tensor)) for each in (given.static, results)
+        times_passed, times_returned = (
+            Counter(_address(value) for value in values if isinstance(value, Tensor))
+            for values in (given.static, results)
         )
         return [
             i
-            for i, (of, result) in enumerate(zip(given.static, results, strict=True))
-            if isinstance(of, Tensor) and isinstance(result, Tensor) and i not in given.copied
-            if passed[_address(of)] == made[_address(result)] == 1 and _address(result) not in inputs
+            for i, (arg, result) in enumerate(zip(given.static, results, strict=True))
+            if isinstance(arg, Tensor) and isinstance(result, Tensor) and i not in given.copied
+            if times_passed[_address(arg)] == times_returned[_address(result)] == 1
+            if _address(result) not in inputs
         ]
 
     def _tangents_of(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The gradients of outputs, which are a backward's last arguments."""
         return args[len(args) - self._tangents :]
 
     def _tell(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
+        """Warn, once for each reason, that a step does not run as recorded."""
+        if reason not in self._reasons_told:
+            self._reasons_told.add(reason)
             beside = "" if self._recording is None else ". Its memory lies beside that of the recorded graphs"
             say(self._warn, reason + beside)
 
@@ -417,10 +457,12 @@ def say(warn: Callable[[str], None], reason: str) -> None:
 
 
 def _settings() -> tuple[Any, ...]:
+    """PyTorch's settings that select kernels."""
     return (*settings(), *kernel_switches())
 
 
 def _constants(module: GraphModule) -> Iterable[Any]:
+    """The attributes of a graph module that its graph reads."""
     for node in module.graph.find_nodes(op="get_attr"):
         value: Any = module
         for part in str(node.target).split("."):
@@ -429,6 +471,7 @@ def _constants(module: GraphModule) -> Iterable[Any]:
 
 
 def _address(tensor: Tensor) -> int:
+    """Where a tensor's storage begins; 0 if it has no elements."""
     return int(tensor.untyped_storage().data_ptr())
 
 
@@ -437,18 +480,20 @@ def _addresses(values: Iterable[Any]) -> set[int]:
 
 
 def _device(value: Any) -> torch.device | None:
+    """A tensor's device; None for a number."""
     return value.device if isinstance(value, Tensor) else None
 
 
 def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, None, or a strided tensor of no class of its own, with its values in memory."""
     if isinstance(value, Tensor):
         lazy = value.is_conj() or value.is_neg()  # what lies there is not the value
         return type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and not lazy
     return value is None or isinstance(value, bool | int | float)
 
 
-def _alike(static: Any, given: Any) -> bool:
-    """Whether a value may be copied into another, or is the same number."""
+def _fits(static: Any, given: Any) -> bool:
+    """Whether a step's argument can be copied to where the recording reads it, or is the same number."""
     if not isinstance(static, Tensor):
         return type(static) is type(given) and bool(static == given)
     return isinstance(given, Tensor) and (
@@ -458,4 +503,5 @@ def _alike(static: Any, given: Any) -> bool:
 
 
 def _same_place(static: Any, given: Any) -> bool:
+    """Whether a step's argument lies where the recording reads it, or is no tensor."""
     return not isinstance(static, Tensor) or static.data_ptr() == given.data_ptr()

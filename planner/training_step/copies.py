@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from planner._torch import fake as fake_
-from planner._torch import modules, pytree
+from planner._torch import fake, modules, pytree
 from planner._torch.cuda.recurrent_state import flatten_like
 from planner._torch.layouts.shape_functions import widen_grouped_products
 from planner._torch.tensors import SPARSE, strided_copy, writes
@@ -32,14 +31,17 @@ class StepCopy:
     """A copy of a module and of a step's arguments.
 
     Attributes:
+        module: The copy of the module.
+        step: The step with copies of its arguments and loss.
         running: A context in which the step runs.
         reset: Undoes the changes of a pass.
         data: Whether the copy has data.
+        value_of: Given a tensor of a pass, returns one with its data; None where the copy has no data and it
+            depends on some.
+        let_go: Drops the references to the user's tensors; to be called when no pass will run any more.
+        notes: Lines for the plan about what the copy does otherwise; passes may add some.
         answers: The numbers that a step with data read from tensors. A step without data is given the same.
             None where there are none.
-        value_of: A tensor of the step without data as one with data; None where it depends on data.
-        let_go: Forgets the original's tensors; to be called when no pass will run any more.
-        notes: Parts of the step that the copy leaves out; passes may add some.
         hooks: The copies of the hooks on weights; None where there are none.
         assumed: What passes without data assumed of them.
     """
@@ -59,28 +61,32 @@ class StepCopy:
 
 @collector_off()
 def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = None) -> StepCopy:
-    """A copy without data."""
+    """A copy without data; ``answers`` as in :class:`StepCopy`.
+
+    Raises:
+        CaptureError: The module cannot be copied, or a tensor is nested.
+    """
     mode = fake_values.ConstantTrackingFakeMode(allow_non_fake_inputs=True, answers=answers)
     replaced: dict[int, torch.Tensor] = {}
-    known: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with_values: _Pairs = []  # small tensors of integers keep theirs, which may decide what runs
 
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
+    def faked(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_nested:
             raise CaptureError(NESTED)
         number = id(tensor)
         if number not in replaced:
             made = fake_values.fake_with_values(tensor, mode)
             if made is not None:
-                known.append((made, tensor))
-            replaced[number] = fake_.fake_like(tensor, mode) if made is None else made
+                with_values.append((tensor, made))
+            replaced[number] = fake.fake_like(tensor, mode) if made is None else made
         return replaced[number]
 
     for part in parts_of(module):
         for tensor in tensors_of(part):
-            fake(tensor)
+            faked(tensor)
     copied = _copied(module, step, replaced)
-    attributes = _AttributesOfTensors(module, copied, fake)
-    args, kwargs = map_tensors(fake, (step.args, dict(step.kwargs)))
+    attributes = _AttributesOfTensors(module, copied, faked)
+    args, kwargs = map_tensors(faked, (step.args, dict(step.kwargs)))
 
     @contextlib.contextmanager
     def running() -> Iterator[None]:
@@ -93,13 +99,13 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
     def reset() -> None:
         attributes.put_back()
         requires_grad.put_back()
-        for made, original in known:
+        for original, made in with_values:
             fake_values.forget_changes(made, original)
         if answers is not None:
             answers.begin_again()
 
     notes = _scripted(module)
-    hooks = put_hooks_on_copies(module, copied, fake, notes)
+    hooks = put_hooks_on_copies(module, copied, faked, notes)
     pairs = [] if step.loss is None else _paired(module, step, copied, (args, kwargs))
     loss = _on_copies(step.loss, module, copied, pairs)
     losses = step.module_losses_of(copied)
@@ -111,7 +117,7 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
         reset,
         data=False,
         value_of=mode.log.value,
-        let_go=partial(fake_.forget_real_tensors, mode),
+        let_go=partial(fake.forget_real_tensors, mode),
         notes=notes,
         hooks=hooks,
         answers=answers,
@@ -119,7 +125,11 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
 
 
 def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
-    """A copy with data."""
+    """A copy with data.
+
+    Raises:
+        CaptureError: The module cannot be copied.
+    """
     made: dict[int, torch.Tensor] = {}
 
     def clone(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,7 +137,7 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
             made[id(tensor)] = strided_copy(tensor.detach()).requires_grad_(tensor.requires_grad)
         return made[id(tensor)]
 
-    # PyTorch copies no compressed sparse tensor deeply.
+    # copy.deepcopy fails on a compressed sparse tensor.
     sparse = {id(t): clone(t) for t in module.buffers() if t.layout in SPARSE}
     copied = _copied(module, step, sparse)
     attributes = _AttributesOfTensors(module, copied, clone)
@@ -142,7 +152,7 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
         requires_grad.put_back()
         with torch.no_grad():
             for original, mine in pairs:
-                # Batch normalisations write to running statistics without counting.
+                # Batch normalisations write to running statistics without a count of these writes.
                 if writes(mine) != versions[id(mine)] or id(mine) in buffers:
                     if mine.shape != original.shape:
                         mine.resize_(original.shape)  # as observers of quantisation do with their buffers
@@ -170,6 +180,16 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
 
 
 def _copied(module: torch.nn.Module, step: Step, replaced: dict[int, torch.Tensor]) -> torch.nn.Module:
+    """A copy of a module without its plan, in the mode that the step runs in.
+
+    Args:
+        module: The module.
+        step: Its step.
+        replaced: By id of a tensor of the module, the tensor that the copy has in its place.
+
+    Raises:
+        CaptureError: It cannot be copied.
+    """
     try:
         copied = copied_module(module, replaced)
         if step.in_mode(module) is not module.training:
@@ -192,6 +212,10 @@ class _AttributesOfTensors:
     """The attributes that users set on parameters and buffers, as counters and sums that hooks add to.
 
     PyTorch copies a parameter without them. Those made of numbers, texts and tensors are set on the copies.
+
+    Args:
+        module, copied: A module and its copy.
+        tensor: Returns the copy of a tensor.
     """
 
     def __init__(
@@ -221,26 +245,29 @@ class _AttributesOfTensors:
 
 
 class _RequiresGrad:
-    """Which inputs require gradients when a step begins.
+    """Which inputs require gradients when a step begins, to put that back before each pass.
 
-    A forward may set it, as one that returns forces does. In training each step is given new inputs.
+    A forward may change it, as one that returns forces does. In training each step is given new inputs.
     """
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         self._inputs = [(tensor, tensor.requires_grad) for tensor in tensors_in((args, kwargs))]
 
     def put_back(self) -> None:
+        """Have the inputs require gradients as they did."""
         for tensor, requires_grad in self._inputs:
             if tensor.is_leaf and tensor.requires_grad is not requires_grad:
                 tensor.requires_grad_(requires_grad)
 
 
 def _is_plain(value: Any) -> bool:
+    """Whether a value is made of numbers, texts and tensors without history."""
     leaves = [value] if type(value) in IMMUTABLE else pytree.tree_leaves(value)
     return all(type(v) in IMMUTABLE or (isinstance(v, torch.Tensor) and v.grad_fn is None) for v in leaves)
 
 
 def _not_copied(error: Exception) -> str:
+    """The message for an error of ``copy.deepcopy``."""
     attribute = attribute_of(error)
     if attribute is None:
         return described("copying the module (copy.deepcopy)", error)
@@ -254,6 +281,7 @@ def _not_copied(error: Exception) -> str:
 
 
 def _scripted(module: torch.nn.Module) -> list[str]:
+    """The note on parts that are TorchScript, if there are any."""
     if not any(isinstance(part, torch.jit.ScriptModule) for part in parts_of(module)):
         return []
     return [
@@ -263,14 +291,16 @@ def _scripted(module: torch.nn.Module) -> list[str]:
 
 
 def _state(module: torch.nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers."""
     return [*parameters_of(module), *buffers_of(module)]
 
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors of the user's, each with its copy, which variables here call ``mine``."""
 
 
 def _paired(module: torch.nn.Module, step: Step, copied: torch.nn.Module, inputs: Any) -> _Pairs:
-    """The user's tensors, each with its copy.
+    """Parameters, buffers and inputs, each with its copy.
 
     Raises:
         CaptureError: The copy has more or fewer parameters and buffers.
@@ -280,6 +310,7 @@ def _paired(module: torch.nn.Module, step: Step, copied: torch.nn.Module, inputs
 
 
 def _paired_state(module: torch.nn.Module, copied: torch.nn.Module) -> _Pairs:
+    """Parameters and buffers, each with its copy; raises as :func:`_paired` does."""
     originals, copies = _state(module), _state(copied)
     if len(originals) != len(copies):
         raise CaptureError(
@@ -310,7 +341,7 @@ def _on_copies(
 
 
 class _SubstituteTensors(TorchFunctionMode):
-    """Runs operations on substitutes of some tensors."""
+    """Runs operations on the copies of some tensors, given by the tensors' ids."""
 
     def __init__(self, copies: Mapping[int, torch.Tensor]) -> None:
         super().__init__()
@@ -323,19 +354,22 @@ class _SubstituteTensors(TorchFunctionMode):
 
 
 def lacks_data(module: torch.nn.Module, step: Step) -> bool:
-    return any(t.device.type == "meta" or fake_.is_fake(t) for t in _given(module, step))
+    """Whether the user's module or inputs have a tensor without data."""
+    return any(t.device.type == "meta" or fake.is_fake(t) for t in _given(module, step))
 
 
 def holds_sparse(module: torch.nn.Module, step: Step) -> bool:
-    """Whether a step has sparse tensors. Without data they have no elements: the step needs its data."""
+    """Whether a step has sparse tensors: without data they have no elements, so it needs its data."""
     return any(t.layout in SPARSE for t in _given(module, step))
 
 
 def _given(module: torch.nn.Module, step: Step) -> list[torch.Tensor]:
+    """The tensors of the user's: parameters, buffers and inputs."""
     return [*_state(module), *tensors_in((step.args, dict(step.kwargs)))]
 
 
 def described(doing: str, error: Exception) -> str:
+    """An error in one line: what failed and why, the user's line, and what to do where that is known."""
     lines = str(error).strip().splitlines()
     # Dynamo's errors start with their kind and explain themselves further down.
     explained = [line.strip() for line in lines[1:] if line.strip().startswith("Explanation: ")]

@@ -19,20 +19,26 @@ from planner.module_parts import parts_of
 from planner.training_step.generators import is_generator
 
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
-_IS_CONTAINER = frozenset(CONTAINERS)
-_IS_NOTHING = frozenset((type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device))
+_CONTAINER_TYPES = frozenset(CONTAINERS)
+_ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device))
+"""Types of values that a step may replace by others, but does not change."""
 FUNCTIONS = (FunctionType, MethodType, functools.partial)
 _NOT_OF_USERS = frozenset(("torch", "planner", "numpy", *sys.stdlib_module_names))
+"""Packages of whose classes no attributes are noted."""
 MOST_ELEMENTS = 10_000
+"""Larger containers are data sets and vocabularies, which take long to walk: they are not looked into."""
 _MOST_NUMBERS = 1_000_000
+"""Larger arrays of NumPy are data sets, which would be copied: they are not noted."""
 _STEPPING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _MISSING = object()
+"""Stands for a variable that does not exist, or a cell that is empty."""
 _NAME_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
+"""The instructions of Python that have the name of a global variable."""
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 
 
 class PythonState:
-    """Attributes, contents of plain containers and variables of functions, as they are now.
+    """Attributes, contents of plain containers and variables of functions, as they are when this is made.
 
     The state is that of the modules and all below them, of the objects that their hooks and other functions
     among their attributes refer to, and of `others`. Numbers and texts in global variables that methods of
@@ -42,7 +48,7 @@ class PythonState:
         modules: Modules.
         others: Functions, arguments and other objects, with the objects that these hold.
         objects: Whether objects among the attributes of modules are noted, too.
-        variables: More global variables to note, each with its value.
+        variables: More global variables to note: the ``globals()`` that each is in, its name and its value.
 
     Attributes:
         modules: All modules that were reached.
@@ -63,9 +69,9 @@ class PythonState:
         self.modules: list[nn.Module] = []
         self.tensors: list[torch.Tensor] = []
         self.generators: list[Any] = []
-        self._contents: dict[int, tuple[Any, Any]] = {}
+        self._contents: dict[int, tuple[Any, Any]] = {}  # by identity: a container, and a copy of it
         self._empty: list[Any] = []  # most containers: a module has ten for hooks
-        self._variables: list[tuple[CellType, Any]] = []
+        self._cells: list[tuple[CellType, Any]] = []
         self._arrays: list[tuple[Any, Any]] = []
         # Values still to visit. The index is a depth: through how many more objects of users the walk may go.
         self._pending: tuple[list[Any], ...] = ([], [], [])
@@ -79,8 +85,8 @@ class PythonState:
         own = [kind for kind in classes if not _is_library(kind)]
         named = [v for f in functions for v in globals_named_in(f).values()]
         self._pending[1].extend(v for v in named if is_generator(v) or (objects and _holds_stepping(v)))
-        kept = [*(vars(kind).values() for kind in own), *map(_defaults_of, functions)]
-        self._pending[1].extend(v for values in kept for v in values if type(v) in _IS_CONTAINER)
+        lasting = [*(vars(kind).values() for kind in own), *map(_defaults_of, functions)]
+        self._pending[1].extend(v for values in lasting for v in values if type(v) in _CONTAINER_TYPES)
         self._visit_all()
         self._of_classes = [
             (kind, name, v) for kind in own for name, v in vars(kind).items() if type(v) in (bool, int, float)
@@ -89,7 +95,7 @@ class PythonState:
         self._globals = [*variables] + [
             (space, name, space[name])
             for space, name in ((f.__globals__, name) for f in functions for name in written_by_function(f))
-            if type(space.get(name, _MISSING)) in _IS_NOTHING
+            if type(space.get(name, _MISSING)) in _ATOMS
         ]
 
     def let_go_of_graphs(self) -> None:
@@ -98,7 +104,7 @@ class PythonState:
         A graph that is held holds the earlier states that its blocks hold, and so on.
         """
         self.tensors = [tensor for tensor in self.tensors if tensor.grad_fn is None]
-        self._variables = [(cell, _as_leaf(content)) for cell, content in self._variables]
+        self._cells = [(cell, _as_leaf(content)) for cell, content in self._cells]
         for _, saved in self._contents.values():
             if isinstance(saved, dict):
                 changed = {n: leaf for n, v in saved.items() if (leaf := _as_leaf(v)) is not v}
@@ -114,7 +120,7 @@ class PythonState:
                 container.clear()
         for container, saved in self._contents.values():
             put_back(container, saved)
-        for cell, content in self._variables:
+        for cell, content in self._cells:
             if _content(cell) is content:
                 continue
             if content is _MISSING:
@@ -131,17 +137,17 @@ class PythonState:
                 setattr(kind, name, value)
 
     def changed(self) -> bool:
-        """Whether something of it is another object now than it was."""
+        """Whether something of it is another object now; attributes of classes are left out."""
         return (
             any(self._empty)
             or any(not _same(container, saved) for container, saved in self._contents.values())
-            or any(_content(cell) is not content for cell, content in self._variables)
+            or any(_content(cell) is not content for cell, content in self._cells)
             or any(not np.array_equal(array, numbers) for array, numbers in self._arrays)
             or any(space.get(name, _MISSING) is not value for space, name, value in self._globals)
         )
 
     def put_back_history(self) -> None:
-        """Take out the tensors with a ``grad_fn`` that were left since, and put back the earlier values."""
+        """Take out tensors with a ``grad_fn`` that are in containers now, and put back the earlier values."""
         for container in self._empty:
             if _has_history(container):
                 container.clear()
@@ -161,11 +167,12 @@ class PythonState:
             self._visit(depth)
 
     def _visit(self, depth: int) -> None:
+        """Visit what is pending at a depth, and what it leads to at the same one."""
         pending, seen, contents, empty = self._pending[depth], self._seen, self._contents, self._empty
         while pending:
             value = pending.pop()
             kind = type(value)
-            if kind in _IS_CONTAINER:
+            if kind in _CONTAINER_TYPES:
                 if not value:
                     empty.append(value)
                 elif (number := identity(value)) not in contents:
@@ -174,14 +181,15 @@ class PythonState:
                     if depth != 1 or len(value) <= MOST_ELEMENTS:
                         held = value.values() if isinstance(value, dict) else value
                         # Nearly all values in modules are switches, or empty dictionaries for hooks.
-                        some = [value for value in held if type(value) not in _IS_NOTHING]
-                        pending += [v for v in some if type(v) not in _IS_CONTAINER or v]
-                        empty += [v for v in some if type(v) in _IS_CONTAINER and not v]
-            elif kind not in _IS_NOTHING and (number := identity(value)) not in seen:
+                        some = [value for value in held if type(value) not in _ATOMS]
+                        pending += [v for v in some if type(v) not in _CONTAINER_TYPES or v]
+                        empty += [v for v in some if type(v) in _CONTAINER_TYPES and not v]
+            elif kind not in _ATOMS and (number := identity(value)) not in seen:
                 seen[number] = value
                 self._look_into(value, depth)
 
     def _look_into(self, value: Any, depth: int) -> None:
+        """Note a value that is no container, or have noted what it holds."""
         pending = self._pending[depth]
         # Not isinstance: it reads __class__, which may fail on an object that stands in for another.
         kind = type(value)
@@ -210,12 +218,13 @@ class PythonState:
             self._pending[depth - 1].append(vars(value))
 
     def _note_function(self, function: Any) -> None:
-        if is_of(getattr(function, "__module__", None), "torch", "planner"):
+        """Note the variables of a function that is the user's, and of the objects that it refers to."""
+        if belongs_to(getattr(function, "__module__", None), "torch", "planner"):
             return
         if isinstance(function, FunctionType):
             for cell in function.__closure__ or ():
                 content = _content(cell)
-                self._variables.append((cell, content))
+                self._cells.append((cell, content))
                 if issubclass(type(content), torch.Tensor):
                     self.tensors.append(content)
             named = globals_named_in(function).values()
@@ -234,14 +243,14 @@ class PythonState:
 
 
 def _with_those_named(functions: list[FunctionType]) -> list[FunctionType]:
-    """Functions, and those of users that they name as global variables, in turn."""
+    """Functions, and those of users that they call by the name of a global variable, and so on."""
     found, pending = dict.fromkeys(functions), list(functions)
     while pending:
         for named in globals_named_in(pending.pop()).values():
             if (
                 isinstance(named, FunctionType)
                 and named not in found
-                and not is_of(named.__module__, *_NOT_OF_USERS)
+                and not belongs_to(named.__module__, *_NOT_OF_USERS)
             ):
                 found[named] = None
                 pending.append(named)
@@ -249,6 +258,7 @@ def _with_those_named(functions: list[FunctionType]) -> list[FunctionType]:
 
 
 def _defaults_of(function: FunctionType) -> list[Any]:
+    """The default values of a function's arguments."""
     return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
@@ -259,7 +269,7 @@ def _functions_of(kind: type) -> list[FunctionType]:
 
 def written_by_function(function: FunctionType) -> list[str]:
     """The global variables that a function writes to."""
-    if _STORE_GLOBAL not in function.__code__.co_code[::2]:
+    if _STORE_GLOBAL not in function.__code__.co_code[::2]:  # every second byte is an instruction's code
         return []
     return [str(i.argval) for i in dis.get_instructions(function) if i.opcode == _STORE_GLOBAL]
 
@@ -277,18 +287,19 @@ def globals_named_in(function: FunctionType) -> dict[str, Any]:
 
 @functools.lru_cache(4096)
 def _names_of_globals(code: CodeType) -> tuple[str, ...]:
-    """The names in a function that are of variables; ``co_names`` has those of attributes too."""
+    """The names of global variables in code; ``co_names`` has those of attributes too."""
     named = (i.argval for i in dis.get_instructions(code) if i.opname in _NAME_GLOBALS)
     return tuple(dict.fromkeys(named))
 
 
 def is_stepping(value: Any) -> bool:
-    """Whether a value is an optimizer, a scheduler or a gradient scaler."""
+    """Whether a value is an optimizer, a scheduler or a gradient scaler, which ``step()`` changes."""
     return issubclass(type(value), _STEPPING)
 
 
 def _holds_stepping(value: Any) -> bool:
-    if type(value) not in _IS_CONTAINER and type(value) is not tuple:
+    """Whether a value is such an object, or a container of one."""
+    if type(value) not in _CONTAINER_TYPES and type(value) is not tuple:
         return is_stepping(value)
     if len(value) > MOST_ELEMENTS:
         return False
@@ -313,9 +324,9 @@ def put_back(container: Any, saved: Any) -> None:
         return
     container.clear()
     if isinstance(container, Counter):
-        dict.update(container, saved)  # its own adds
+        dict.update(container, saved)  # Counter.update adds to counts
     elif isinstance(container, dict):
-        container.update(saved)  # dict's would leave an OrderedDict without its order
+        container.update(saved)  # dict.update would leave an OrderedDict without its order
     else:
         (container.update if isinstance(container, set) else container.extend)(saved)
 
@@ -332,6 +343,7 @@ def _same(container: Any, saved: Any) -> bool:
 
 
 def _as_leaf(value: Any) -> Any:
+    """A tensor, or those in a tuple, without history; anything else as it is."""
     if type(value) is tuple:
         leaves = tuple(map(_as_leaf, value))
         return value if all(map(is_, leaves, value)) else leaves
@@ -344,20 +356,22 @@ def _has_history(value: Any, deep: int = 4) -> bool:
     """Whether a tensor, or one in nested containers, has a ``grad_fn``."""
     if issubclass(type(value), torch.Tensor):
         return value.grad_fn is not None
-    if deep and (type(value) in _IS_CONTAINER or type(value) is tuple):  # containers may hold each other
+    if deep and (type(value) in _CONTAINER_TYPES or type(value) is tuple):  # containers may hold each other
         held = value.values() if isinstance(value, dict) else value
         return any(_has_history(one, deep - 1) for one in held)
     return False
 
 
 def _content(cell: CellType) -> Any:
+    """What a variable of an enclosing function holds; ``_MISSING`` where nothing was assigned to it yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # nothing yet
+    except ValueError:
         return _MISSING
 
 
 def _has_attributes(value: Any) -> bool:
+    """Whether a value has a ``__dict__`` of its own."""
     try:
         return isinstance(value.__dict__, dict)
     except Exception:  # it has none, or stands in for another object
@@ -374,8 +388,8 @@ def is_of_users(value: Any) -> bool:
     return _has_attributes(value)
 
 
-def is_of(name: str | None, *packages: str) -> bool:
-    """Whether a module of Python, by its name, belongs to one of some packages."""
+def belongs_to(name: str | None, *packages: str) -> bool:
+    """Whether a module of Python, as in ``__module__``, belongs to one of some packages."""
     return (name or "").partition(".")[0] in packages
 
 
@@ -385,8 +399,8 @@ class Namespaces:
     Values other than tensors stay as the step leaves them: entries of a cache belong together.
 
     Args:
-        module: The variables are those of its modules' classes, and of the files that define these.
-        loss: The variables of the file that defines it are noted, too.
+        module: The classes are those of its parts, and the files are those that define them.
+        loss: The file that defines it is another one.
     """
 
     def __init__(self, module: nn.Module, loss: Any) -> None:
@@ -412,7 +426,7 @@ class Namespaces:
         ]
 
     def take_out_tensors(self) -> None:
-        """Take out the tensors that were left since."""
+        """Take out the tensors that are there now and were not, and put back the earlier values."""
         for space, saved, change in self._spaces:
             for name, value in list(space.items()):
                 before = saved.get(name, _MISSING)
@@ -424,6 +438,7 @@ class Namespaces:
 
 
 _Change = Callable[[str, Any], None]
+"""Gives a variable, by its name, a value; ``_MISSING`` deletes it."""
 
 
 def _of_class(kind: type) -> _Change:
@@ -437,17 +452,19 @@ def _of_file(variables: dict[str, Any]) -> _Change:
     def change(name: str, value: Any) -> None:
         if value is not _MISSING:
             variables[name] = value
-        elif not name.startswith("__"):  # Dynamo's own
+        elif not name.startswith("__"):  # Dynamo sets variables of such names, which its code reads
             del variables[name]
 
     return change
 
 
 def _is_library(value: Any) -> bool:
-    return is_of(value.__module__, "torch", "builtins", "abc", "typing")
+    """Whether a class or function is PyTorch's or Python's; numpy's and other libraries' count as users'."""
+    return belongs_to(value.__module__, "torch", "builtins", "abc", "typing")
 
 
 def _has_tensors(value: Any) -> bool:
+    """Whether a value is a tensor, or a container that has one itself, not in a further one."""
     if isinstance(value, torch.Tensor):
         return True
     if type(value) not in (*CONTAINERS, tuple) or len(value) > MOST_ELEMENTS:

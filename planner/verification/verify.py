@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from planner._torch import modules
-from planner._torch.autocast_state import what_is_noted_stays
+from planner._torch.autocast_state import notes_on_region_stay
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner.blocks.running import blocks_run_as_written
 from planner.choices import CUDA_GRAPHS, Outputs
@@ -41,20 +41,21 @@ class Report:
             unplanned one. Weights with hooks count among the gradients: a hook may step an optimizer.
         exact: Whether equality was bit for bit; zeros of either sign are equal. Where PyTorch itself is not
             deterministic, on CUDA, differences are compared with those between unplanned steps; a tensor that
-            differs more must be equal bit for bit under deterministic kernels. With a plan that Inductor
-            runs, the distance from the step in double precision is compared: it may be twice that of an
+            differs more must be equal bit for bit under deterministic kernels. A plan that Inductor runs, or
+            that computes a loss in pieces, rounds otherwise than eager: there the distance from the step in
+            double precision is compared. It may be 2 times that of an unplanned step, in pieces 1.5 times.
+        measured_dynamic_peak_bytes, predicted_dynamic_peak_bytes: The dynamic peak of the planned step.
+        baseline_measured_dynamic_peak_bytes, baseline_predicted_dynamic_peak_bytes: The dynamic peak of the
             unplanned step.
-        measured_dynamic_peak_bytes, predicted_dynamic_peak_bytes: Those of the planned step.
-        baseline_measured_dynamic_peak_bytes, baseline_predicted_dynamic_peak_bytes: Those of the unplanned
-            step.
         unsplit_bytes, baseline_unsplit_bytes: How much more ``torch.cuda.max_memory_allocated`` counts in
             these steps, see :class:`~planner.verification.measure.MemoryMeasurement`. 0 on the CPU.
         measured_peak_bytes: The measured peak of the planned step, resident bytes included.
         budget_bytes: The budget of the plan; None for "min".
-        seconds, baseline_seconds: Median of interleaved steps; process time on CPU.
-        overheads: Extra time of the planned step in each timed pair, relative: they tell how sure `overhead`
-            is.
-        problems: A line for every broken promise; empty if there is none.
+        seconds, baseline_seconds: Seconds of a planned and an unplanned step, the median of steps that take
+            turns; process time on the CPU.
+        overheads: The relative extra time of the planned step in each timed pair. The further they are apart,
+            the less sure `overhead` is.
+        problems: A line for each broken promise; empty if there is none.
     """
 
     loss_equal: bool
@@ -82,7 +83,7 @@ class Report:
 
     @property
     def overhead(self) -> float:
-        """Measured extra time of a planned step, relative: of the medians."""
+        """The relative extra time of a planned step, by the medians."""
         return self.seconds / self.baseline_seconds - 1.0 if self.baseline_seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -129,32 +130,42 @@ def verify(
     step = replace(step, outputs=checked_outputs(plan.model.outputs if outputs is None else outputs))
     tensors = [*model.parameters(), *model.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
     device = tensors[0].device if tensors else torch.device("cpu")
-    unplanned = _unplanned_steps(device)
-    there = modules.installed_call(model)
-    folder = there.offload_folder if isinstance(there, PlanCall) else None
+    unplanned_count = _unplanned_count(device)
+    installed = modules.installed_call(model)
+    folder = installed.offload_folder if isinstance(installed, PlanCall) else None
     steps = ComparedSteps(
-        model, step, _added_to(plan, model), outcomes=unplanned + 2, repeats=repeats, report=report
+        model,
+        step,
+        _parameters_with_gradients(plan, model),
+        outcomes=unplanned_count + 2,  # and two planned ones
+        repeats=repeats,
+        report=report,
     )
-    with contextlib.ExitStack() as as_written:
-        as_written.callback(steps.put_back)
-        as_written.enter_context(what_is_noted_stays())
-        as_written.enter_context(only_hooks_that_are_put_back(model, none=not plan.is_exact))
+    with contextlib.ExitStack() as contexts:
+        contexts.callback(steps.put_back)
+        contexts.enter_context(notes_on_region_stay())
+        contexts.enter_context(only_hooks_that_are_put_back(model, none=not plan.is_exact))
         check_fits(plan, model)
-        # Without an arena, its peak is that of tensors.
+        # An arena would be one block of memory; without it the measured peak is that of tensors.
         planned = put_in(plan, model, arena=False, offload_folder=folder)
-        planned.retire()
-        as_written.enter_context(blocks_run_as_written())
-        if plan.target.backend != "inductor":  # as it runs by the plan
-            as_written.enter_context(parts_run_uncompiled())
+        planned.retire()  # unplanned steps take its place on purpose: no warning that it was displaced
+        contexts.enter_context(blocks_run_as_written())
+        if plan.target.backend != "inductor":  # such a plan runs functions that the user compiled as written
+            contexts.enter_context(parts_run_uncompiled())
         steps.begin(planned)
-        compared = _compare(model, step, plan, steps, unplanned, spread_allowed=device.type != "cpu")
+        compared = _compare(model, step, plan, steps, unplanned_count, spread_allowed=device.type != "cpu")
         peaks = steps.peaks(device)
         times = steps.times(device)
     return _report(plan, device, compared, peaks, times)
 
 
 def _checked_plan(plan: PlanRecord | None, model: torch.nn.Module) -> PlanRecord:
-    """The plan that is given, or installed, for a module in the mode that it is in."""
+    """The plan that is given, or else the one that is installed.
+
+    Raises:
+        InputError: It is no plan.
+        PlanMismatch: There is none, it is for the other mode (train, eval), or a parameter has no shape yet.
+    """
     if plan is not None and not isinstance(plan, PlanRecord):
         raise InputError(f"plan= is a {type(plan).__name__}: pass the plan, from a file as Plan.load(path)")
     refuse_without_shape(model, "verify")
@@ -172,9 +183,11 @@ def _checked_plan(plan: PlanRecord | None, model: torch.nn.Module) -> PlanRecord
 
 
 class _Compared(NamedTuple):
-    """The outcomes of an unplanned and a planned step, and the measure by which they count as the same: how
-    far unplanned steps are apart, or for a plan that rounds otherwise than eager the step in double
-    precision."""
+    """The outcomes of an unplanned and a planned step, and what says whether they count as the same.
+
+    That is `spread`, how far unplanned steps are apart; for a plan that rounds otherwise than eager it is
+    `yardstick`, the step in double precision, which else is None.
+    """
 
     unplanned: Outcome
     planned: Outcome
@@ -187,20 +200,23 @@ def _compare(
     step: Step,
     plan: PlanRecord,
     steps: ComparedSteps,
-    unplanned: int,
+    unplanned_count: int,
     *,
     spread_allowed: bool,
 ) -> _Compared:
+    """Run so many unplanned steps, the one in double precision if the plan needs it, and two planned ones."""
     reference = steps.reference()
     spread = Spread(reference, allowed=spread_allowed)
-    for _ in range(unplanned - 1):
+    for _ in range(unplanned_count - 1):
         spread.add(steps.outcome(planned=False))
     yardstick = None
     if not plan.is_exact:
         steps.tell("running the step in double precision")
-        modules.install_call(model, None)
-        given = plan.target.backend_options.items() if plan.target.backend == "inductor" else None
-        options = None if given is None else {name: value for name, value in given if name != CUDA_GRAPHS}
+        modules.install_call(model, None)  # the yardstick runs copies of the module without a plan
+        options = None
+        if plan.target.backend == "inductor":
+            given = plan.target.backend_options.items()
+            options = {name: value for name, value in given if name != CUDA_GRAPHS}  # which changes no bit
         yardstick = Yardstick(model, step, options, steps.restore, reference)
     steps.outcome(planned=True)  # the first planned step captures, and is not compared
     planned = steps.outcome(planned=True)
@@ -211,11 +227,11 @@ def _compare(
     return _Compared(reference, planned, spread, yardstick)
 
 
-def _added_to(plan: PlanRecord, model: torch.nn.Module) -> list[torch.nn.Parameter]:
+def _parameters_with_gradients(plan: PlanRecord, model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The parameters that have gradients when a step begins: the plan counts them, the step adds to them.
 
-    None where the plan is not exact: its steps are compared with one in double precision, which begins
-    without gradients.
+    They are those that have some now, or else all that are trained. Where the plan is not exact there are
+    none: its steps are compared with one in double precision, which begins without gradients.
     """
     if not plan.resident.gradient_bytes or not plan.is_exact:
         return []
@@ -224,7 +240,8 @@ def _added_to(plan: PlanRecord, model: torch.nn.Module) -> list[torch.nn.Paramet
 
 
 _AS_PREDICTED = 0.01
-"""How far a peak may be over its prediction, relative, where no budget bounds it."""
+"""The share of its prediction by which a peak may be over it where no budget bounds it. The zoo's table
+(benchmarks/zoo.py) counts the plans that are within the same share."""
 NOT_TWICE = (
     "; so does that of a second step without the plan: the module depends on a state that cannot be put "
     "back, and its steps cannot be compared"
@@ -252,8 +269,8 @@ def _report(
         planned_value = planned.tensors.get(name)
         if not (spread.agrees(name, planned) if yardstick is None else yardstick.holds(name, planned_value)):
             equal[kind] = False
-            alone = NOT_TWICE if spread.incomparable(name) else ""
-            problems.append(f"{kind} {called} differs: {difference(value, planned.tensors.get(name))}{alone}")
+            not_twice = NOT_TWICE if spread.incomparable(name) else ""
+            problems.append(f"{kind} {called} differs: {difference(value, planned_value)}{not_twice}")
     rng_equal = reference.rng.same_as(planned.rng)
     if not rng_equal:
         problems.append("the random generators are in another state after the planned step")
@@ -261,11 +278,11 @@ def _report(
     budget, whole = plan.target.budget_bytes, plan.whole_step
     if plan.target.parallel is not None:
         budget = None  # the budget is for one rank, and this process holds the whole model
-    around = 0  # libraries, fragmentation and context, which are not there on the CPU
+    beside_tensors = 0  # bytes of libraries, fragmentation and context, which are not there on the CPU
     if whole is not None and device.type == "cuda":
-        around = whole.total_bytes - whole.allocated_bytes
-    if budget is not None and measured_total + around > budget:
-        over = measured_total + around - budget
+        beside_tensors = whole.total_bytes - whole.allocated_bytes
+    if budget is not None and measured_total + beside_tensors > budget:
+        over = measured_total + beside_tensors - budget
         problems.append(f"the measured peak of {measured_total:,} bytes is {over:,} over the budget")
     predicted = plan.resident.total + plan.predicted.dynamic_peak_bytes
     bounded = plan.target.budget_bytes is not None or plan.target.parallel is not None
@@ -293,6 +310,10 @@ def _report(
     )
 
 
-def _unplanned_steps(device: torch.device) -> int:
-    """How many show what is deterministic: sums that a GPU does in any order are often equal twice."""
+def _unplanned_count(device: torch.device) -> int:
+    """How many unplanned steps show which tensors differ from run to run.
+
+    On a GPU two are too few, as its sums in any order are often equal twice. Where five are, and the planned
+    step is not, :func:`look_again` runs more.
+    """
     return 2 if device.type == "cpu" else 5

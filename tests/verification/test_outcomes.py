@@ -117,9 +117,9 @@ def verified_with_noise(monkeypatch: pytest.MonkeyPatch, noisy: Callable[[int], 
                 gradient += 1e-7
 
     monkeypatch.setattr(compared_steps, "Outcome", Noisy)
-    usual = verify._unplanned_steps(torch.device("cuda"))
+    usual = verify._unplanned_count(torch.device("cuda"))
     assert usual == UNPLANNED
-    monkeypatch.setattr(verify, "_unplanned_steps", lambda device: usual)
+    monkeypatch.setattr(verify, "_unplanned_count", lambda device: usual)
     monkeypatch.setattr(verify, "Spread", lambda reference, allowed: Spread(reference, True))
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic
     report = planner.verify(model, args, plan=plan, repeats=0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from planner._torch.execution.own_backwards import Laid, given_instead, memory_format
+from planner._torch.execution.own_backwards import SizesAndFormat, given_instead, memory_format
 
 aten = torch.ops.aten
 
@@ -22,7 +22,7 @@ def form_of(value: torch.Tensor) -> torch.Tensor:
     return value.new_empty(0).as_strided((0, *value.shape[1:]), value.stride())
 
 
-def _laid_by_form(gradient: torch.Tensor, form: torch.Tensor, *_rest: Any) -> Laid:
+def _sizes_and_format(gradient: torch.Tensor, form: torch.Tensor, *_rest: Any) -> SizesAndFormat:
     sizes = (gradient.shape[0], *form.shape[1:])
     return sizes, memory_format(torch.empty_strided(sizes, form.stride(), device="meta"))
 
@@ -32,7 +32,7 @@ _library.impl("form_of", form_of, "CompositeExplicitAutograd")
 FORM_OF = torch.ops.planner.form_of.default
 
 _OWN = {
-    operator: given_instead(operator, "Tensor form", _laid_by_form)
+    operator: given_instead(operator, "Tensor form", _sizes_and_format)
     for operator in (
         aten.avg_pool2d_backward.default,
         *(

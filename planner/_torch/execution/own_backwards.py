@@ -1,7 +1,7 @@
-"""The planner's own operators in the place of backwards that read no element of their second argument.
+"""The planner's own operators for backwards that read no element of their second argument, ``self``.
 
-PyTorch's are given a tensor that has to be kept though they read only its sizes and memory format. Here the
-memory of the result is passed to the kernel in its place.
+PyTorch's read only its sizes and memory format, and yet it has to be kept for them. Ours are given something
+small instead, and pass the result, which has the same sizes and format, to the kernel as ``self``.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 
-Laid = tuple[Any, torch.memory_format]
+SizesAndFormat = tuple[Any, torch.memory_format]
 """The sizes of a result, and its memory format."""
 
 _library = torch.library.Library("planner", "FRAGMENT")
@@ -21,20 +21,26 @@ def memory_format(value: torch.Tensor) -> torch.memory_format:
     return suggest_memory_format(value)
 
 
-def given_instead(operator: Any, argument: str, laid: Callable[..., Laid]) -> tuple[Any, Callable[..., Any]]:
-    """An operator that is given something else in the place of another's second argument, and its function.
+def given_instead(
+    operator: Any, argument: str, sizes_and_format: Callable[..., SizesAndFormat]
+) -> tuple[Any, Callable[..., Any]]:
+    """Define ``planner::name``, which is given another argument in the place of ``self`` of ``aten::name``.
 
     Args:
-        operator: A backward that is given a gradient and ``self``, and can write its result into a tensor.
+        operator: A backward that is given a gradient and ``self``, and has an overload that writes its result
+            into a tensor, ``grad_input``.
         argument: The argument given instead of ``self``, as in a schema.
-        laid: Given the arguments of the new operator, the sizes and memory format of its result.
+        sizes_and_format: Given the arguments of the new operator, the sizes and memory format of its result.
+
+    Returns:
+        The new operator, and the function that it runs, which can be called without the dispatcher.
     """
-    into, name = operator.overloadpacket.grad_input, operator.overloadpacket.__name__
+    writing, name = operator.overloadpacket.grad_input, operator.overloadpacket.__name__
 
     def backward(gradient: torch.Tensor, given: Any, *rest: Any) -> torch.Tensor:
-        sizes, layout = laid(gradient, given, *rest)
-        result = torch.empty(sizes, dtype=gradient.dtype, device=gradient.device, memory_format=layout)
-        returned: torch.Tensor = into(gradient, result, *rest, grad_input=result)
+        sizes, format_ = sizes_and_format(gradient, given, *rest)
+        result = torch.empty(sizes, dtype=gradient.dtype, device=gradient.device, memory_format=format_)
+        returned: torch.Tensor = writing(gradient, result, *rest, grad_input=result)
         return returned
 
     schema = str(operator._schema).removeprefix("aten::")

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from planner._torch.execution.own_backwards import Laid, given_instead, memory_format
+from planner._torch.execution.own_backwards import SizesAndFormat, given_instead, memory_format
 
 aten = torch.ops.aten
 
 
-def _laid_by_sizes(_gradient: torch.Tensor, sizes: list[int], *rest: Any) -> Laid:
+def _sizes_and_format(_gradient: torch.Tensor, sizes: list[int], *rest: Any) -> SizesAndFormat:
     return sizes, memory_format(rest[-1])  # pooling returns indices in the memory format of its operand
 
 
 _OWN = {
-    operator: given_instead(operator, "SymInt[] sizes", _laid_by_sizes)
+    operator: given_instead(operator, "SymInt[] sizes", _sizes_and_format)
     for operator in (
         aten.max_pool2d_with_indices_backward.default,
         aten.max_pool3d_with_indices_backward.default,

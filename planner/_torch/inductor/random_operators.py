@@ -1,12 +1,12 @@
-"""Random operators for Inductor: in the order in which they are written, or from a saved generator state.
+"""Random operators that Inductor runs in the order in which they are written, or from a saved state.
 
 Inductor orders calls by what they read of each other. Those that draw from one generator read nothing of
 each other, and Inductor may draw in another order (https://github.com/pytorch/pytorch/issues/192635). So each
-takes a *token*, an empty tensor, and returns the next draw's. A draw that runs again starts from the state
-that its first run saw, and puts the generator back: it needs no place in that order.
+takes a *token*, an empty tensor, and returns the token for the next draw. A draw that runs again starts from
+the state that its first run saw, and puts the generator back: it needs no place in that order.
 
-An operator is defined for each that is asked for, with its schema and the token, or the state, before its
-arguments. Seen to work with torch 2.13.
+For each random operator that is asked for, another one is defined, whose schema has the token, or the state,
+before the same arguments.
 """
 
 import functools
@@ -22,18 +22,21 @@ from planner.errors import CaptureError
 
 _library = torch.library.Library("planner_random", "DEF")
 
-PLAIN: dict[Any, Any] = {}
-"""By an operator that takes a state: the operator that it runs, which allocates the state once more."""
+FROM_STATE: dict[Any, Any] = {}
+"""For each operator that takes a state, the operator that it runs. Meanwhile it also holds the generator's
+present state, to put it back."""
 
 IN_ORDER: dict[Any, Any] = {}
-"""By an operator that takes a token: the operator, or the function that reads a state, that it runs."""
+"""For each operator that takes a token, the operator, or the function that reads a state, that it runs."""
 
 _TOKEN = "planner_token"
+"""The name of the argument, which no operator of PyTorch has."""
 _STATE = "planner_state"
+"""The same for a state."""
 
 
 def first_token() -> torch.Tensor:
-    """What the first draw of a program takes."""
+    """The token for the first draw of a program."""
     return torch.empty(0)
 
 
@@ -45,15 +48,15 @@ def in_order(operator: Any) -> Any:
         operator: A random operator that writes to none of its arguments.
 
     Raises:
-        CaptureError: Its schema cannot be extended.
+        CaptureError: It is no operator, or writes to an argument.
     """
 
     def draw(token: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (*_results(operator(*args, **kwargs)), token.new_empty(0))
+        return (*_as_tuple(operator(*args, **kwargs)), token.new_empty(0))
 
-    drawn = _define(operator, "in_order", _TOKEN, draw, returns_token=True)
-    IN_ORDER[drawn] = operator
-    return drawn
+    ordered = _extended(operator, "in_order", _TOKEN, draw, returns_token=True)
+    IN_ORDER[ordered] = operator
+    return ordered
 
 
 @functools.cache
@@ -63,19 +66,23 @@ def from_state(operator: Any, run: Callable[..., Any], devices: str, device_inde
     Args:
         operator: As for :func:`in_order`.
         run: Runs an operator from a state, on the generators of ``devices`` and ``device_index``.
-        devices, device_index: Whose generators.
+        devices: The kinds of device whose generators these are, as in ``cpu+cuda``.
+        device_index: The index of the GPU; None for the current one, or for none.
+
+    Raises:
+        CaptureError: As for :func:`in_order`.
     """
 
     def draw(state: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         results = run(state, devices, device_index, operator, *args, **kwargs)
-        return tuple(_results(results)) if len(operator._schema.returns) > 1 else results
+        return _as_tuple(results) if len(operator._schema.returns) > 1 else results
 
     def without_data(_state: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return operator(*args, **kwargs)
 
     where = f"{devices}_{device_index}".replace("+", "_")
-    again = _define(operator, f"from_state_{where}", _STATE, draw, without_data)
-    PLAIN[again] = operator
+    again = _extended(operator, f"from_state_{where}", _STATE, draw, without_data)
+    FROM_STATE[again] = operator
     return again
 
 
@@ -85,8 +92,8 @@ def saved_state(read: Callable[..., torch.Tensor], size: int, devices: str, devi
 
     Args:
         read: Reads the state of the generators of ``devices`` and ``device_index``.
-        size: Its bytes.
-        devices, device_index: Whose generators.
+        size: The bytes of that state.
+        devices, device_index: As for :func:`from_state`.
     """
 
     def state(token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +108,7 @@ def saved_state(read: Callable[..., torch.Tensor], size: int, devices: str, devi
     return reader
 
 
-def _define(
+def _extended(
     operator: Any,
     kind: str,
     first: str,
@@ -110,6 +117,19 @@ def _define(
     *,
     returns_token: bool = False,
 ) -> Any:
+    """Define an operator whose schema has one more argument than another's, and may return a token.
+
+    Args:
+        operator: The other operator.
+        kind: The end of the new operator's name.
+        first: The name of its first argument.
+        function: What it runs.
+        without_data: What it runs on tensors without data; None: the same.
+        returns_token: Whether it returns a token after the results.
+
+    Raises:
+        CaptureError: The other is no operator, or writes to an argument.
+    """
     if not isinstance(operator, OpOverload) or operator._schema.is_mutable:
         raise CaptureError(
             f"{operator} draws random numbers in a form that backend='inductor' cannot run; plan with "
@@ -118,13 +138,13 @@ def _define(
     schema = str(operator._schema)
     name, _, rest = schema.partition("(")
     arguments, _, _ = rest.rpartition(") -> ")
-    # torch.fx knows no signature where the name of an argument is a word of Python's, as `from` of `uniform`.
+    # torch.fx finds no signature if an argument is named by a keyword, as `from` of `uniform`: it gets a "_".
     arguments = re.sub(r"(?<= )\w+(?=[=,]|$)", lambda n: f"{n[0]}_" * iskeyword(n[0]) or n[0], arguments)
     returns = [str(r.type) for r in operator._schema.returns] + ["Tensor"] * returns_token
     result = returns[0] if len(returns) == 1 else f"({', '.join(returns)})"
-    plain = name.replace("::", "_").replace(".", "_")
+    prefix = name.replace("::", "_").replace(".", "_")
     taken = f"Tensor {first}" + (f", {arguments}" if arguments else "")
-    return _defined(f"{plain}_{kind}({taken}) -> {result}", function, without_data or function)
+    return _defined(f"{prefix}_{kind}({taken}) -> {result}", function, without_data or function)
 
 
 def _defined(schema: str, function: Callable[..., Any], without_data: Callable[..., Any]) -> Any:
@@ -134,5 +154,5 @@ def _defined(schema: str, function: Callable[..., Any], without_data: Callable[.
     return getattr(torch.ops.planner_random, name).default
 
 
-def _results(results: Any) -> tuple[Any, ...]:
+def _as_tuple(results: Any) -> tuple[Any, ...]:
     return tuple(results) if isinstance(results, list | tuple) else (results,)

@@ -1,4 +1,4 @@
-"""Made-up arguments that cannot be all zeros or ones when an operator's allocations are measured."""
+"""Arguments of operators that fail, or allocate something else, if all that is made up for them is 0 or 1."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,23 +11,23 @@ _MOST_HALVINGS = 24
 """The norms of a batch of matrices do not span more powers of two."""
 
 
-def complete(operator: object, args: list[Any]) -> None:
-    """Change made-up arguments of an operator whose values have to fit each other.
+def make_valid(operator: object, args: list[Any]) -> None:
+    """Change made-up arguments where an operator does not take them as they are; of other operators none.
 
     Args:
         operator: The operator, without the name of an overload.
-        args: Its positional arguments, with data; changed in place.
+        args: Its positional arguments in the order of its schema, with data; changed in place.
     """
     if change := _CHANGES.get(operator):
-        with torch.enable_grad():
+        with torch.enable_grad():  # without it oneDNN's layers make no reserve
             change(args)
 
 
-# A layer's backward needs the reserve that the layer made. Fake tensors do not know its size and the kernels
-# do not check it: so the layer is run to make it.
-
-
 def _mkldnn_rnn_reserve(args: list[Any]) -> None:
+    """Run the layer to make the reserve for its backward.
+
+    Fake tensors do not know its size, and the kernels do not check it.
+    """
     reverse, mode, hidden, layers, biases, train, bidirectional, batch_sizes, batch_first = args[13:22]
     forward = aten.mkldnn_rnn_layer(
         *args[:7], reverse, batch_sizes, mode, hidden, layers, biases, bidirectional, batch_first, train
@@ -36,17 +36,18 @@ def _mkldnn_rnn_reserve(args: list[Any]) -> None:
 
 
 def _cudnn_rnn_reserve(args: list[Any]) -> None:
+    """Run the layer to make the reserve, and the weights in one buffer, for its backward."""
     forward = aten._cudnn_rnn(*args[:6], *args[10:20])
     args[3], args[20] = forward[4], forward[3]
 
 
 def _full_bags(args: list[Any]) -> None:
     """Make each bag hold something: an empty one has no gradient to collect, and takes less."""
-    args[4].fill_(1)
+    args[4].fill_(1)  # bag_size
 
 
 def _pivots_of_no_swap(args: list[Any]) -> None:
-    """Pivots of a factorisation that exchanges no rows; they count from 1, and the kernels refuse others."""
+    """Make pivots say that no rows are exchanged; they count from 1, and the kernels refuse others."""
     pivots = args[1]
     pivots.copy_(torch.arange(1, pivots.shape[-1] + 1).expand_as(pivots))
 

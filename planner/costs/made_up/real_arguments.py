@@ -12,7 +12,7 @@ from planner._torch.fake import concrete_size
 from planner._torch.operators import is_foreign
 from planner._torch.tensors import as_lazy_as, call_tensors
 from planner.costs.host_tensors import read_on_host
-from planner.costs.made_up.arguments import complete
+from planner.costs.made_up.arguments import make_valid
 from planner.costs.made_up.found_elements import give
 from planner.costs.whole_storage import whole_storage
 from planner.training_step.call import Call
@@ -74,7 +74,7 @@ class RealArguments:
 
         args = [real(argument) for argument in call.args]
         kwargs = {name: real(argument) for name, argument in call.kwargs.items()}
-        complete(call.func.overloadpacket, args)
+        make_valid(call.func.overloadpacket, args)
         give(call, args, kwargs)
         return args, kwargs, list(made.values())
 

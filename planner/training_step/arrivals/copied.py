@@ -15,7 +15,7 @@ import torch
 
 from planner._torch import fake as fake_
 from planner.training_step.arrivals.reach import Reach
-from planner.training_step.python_state import globals_named_in, is_of, is_stepping
+from planner.training_step.python_state import belongs_to, globals_named_in, is_stepping
 from planner.training_step.step import tensors_in
 
 _NOT_TAKEN = ("step", "zero_grad")
@@ -82,7 +82,7 @@ class CopiedHooks:
         return made
 
     def _function(self, function: types.FunctionType, memo: dict[int, Any]) -> Any:
-        if is_of(function.__module__, "torch", "planner") or getattr(function, "__code__", None) is None:
+        if belongs_to(function.__module__, "torch", "planner") or getattr(function, "__code__", None) is None:
             return function
         variables = memo.setdefault(id(function.__globals__), dict(function.__globals__))
         cells = tuple(memo.setdefault(id(cell), types.CellType()) for cell in function.__closure__ or ())

@@ -11,7 +11,7 @@ from planner.module_parts import buffers_of, parameters_of, parts_of
 from planner.training_step.arrivals.copied import CopiedHooks
 from planner.training_step.arrivals.reach import Reach
 from planner.training_step.arrivals.suspended import called
-from planner.training_step.python_state import is_of, is_stepping
+from planner.training_step.python_state import belongs_to, is_stepping
 
 NOT_COUNTED = (
     "the hook {} on {}, which runs after its gradient was accumulated, is left out of the prediction ({}): "
@@ -73,7 +73,7 @@ def put_hooks_on_copies(
 
 
 def _is_users(hook: Any) -> bool:
-    return not is_of(getattr(hook, "__module__", None), "planner")
+    return not belongs_to(getattr(hook, "__module__", None), "planner")
 
 
 def _stepping_hooks(

@@ -16,8 +16,8 @@ from planner.training_step.generators import is_generator
 from planner.training_step.python_state import (
     CONTAINERS,
     MOST_ELEMENTS,
+    belongs_to,
     globals_named_in,
-    is_of,
     is_of_users,
     is_stepping,
     referred,
@@ -101,9 +101,9 @@ class Reach:
             self._cannot(f"{name or 'something'}, a {kind.__module__}.{kind.__qualname__}")
 
     def _into_function(self, function: FunctionType) -> Iterator[tuple[Any, str]]:
-        if is_of(function.__module__, "planner"):  # the planner puts its own state back
+        if belongs_to(function.__module__, "planner"):  # the planner puts its own state back
             return
-        if is_of(function.__module__, *_HARMLESS):
+        if belongs_to(function.__module__, *_HARMLESS):
             self._is_of_a_library(function, function.__name__)
             return
         self.objects.append(function)
@@ -130,7 +130,7 @@ class Reach:
         if module is None and getattr(builtins, getattr(value, "__name__", ""), None) is value:
             module = "builtins"
         by_name = getattr(value, "__name__", "").rpartition(".")[2] in _CHANGES
-        if by_name or not is_of(module, *_HARMLESS, "builtins") or is_of_distributed(module):
+        if by_name or not belongs_to(module, *_HARMLESS, "builtins") or is_of_distributed(module):
             self._cannot(name or str(module))
 
     def _cannot(self, opaque: str) -> None:
