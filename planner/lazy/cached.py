@@ -1,5 +1,6 @@
 """Whether the plan in a file is the one that would be made now."""
 
+import contextlib
 import hashlib
 from collections.abc import Mapping
 from functools import partial
@@ -22,6 +23,7 @@ from planner.planfile.plan import PlanRecord, TensorRecord
 from planner.planning.make_plan import input_records
 from planner.planning.one_backend import device_of
 from planner.planning.options import PlanOptions
+from planner.training_step.python_state import is_of
 from planner.training_step.step import Step
 from planner.version import __version__
 
@@ -36,10 +38,33 @@ def made_of(model: torch.nn.Module, options: Mapping[str, Any]) -> dict[str, str
     """Entries of ``created_with``: the options and sizes that no other field of a plan records."""
     trainable = [p.numel() for p in model.parameters() if p.requires_grad]
     given = [f"{name}={_shown(options[name])}" for name in _NOT_RECORDED if options.get(name)]
+    asked = PlanOptions(**options)
+    device, ranks = find_device(asked.device, device_of(model, Step())), read_parallel(asked.parallel)
+    shape_of = None if ranks is None else Rank(ranks).shape_of
+    update = optimizer_step(asked.optimizer, parameters_of(model), device, shape_of=shape_of)
     return {
+        "module code": _code_of(model),
+        "optimizer": f"{update.state_bytes:,} bytes, and {update.transient_bytes:,} in its step",
         "trainable": f"{sum(trainable):,} parameters in {len(trainable)} tensors",
         "options": _label(" ".join(given)) or "none",
     }
+
+
+def _code_of(model: torch.nn.Module) -> str:
+    """A digest of what decides a forward beside parameters: classes and their code, settings, modes."""
+    lines, kinds = [], dict[type, None]()
+    for path, part in named_parts(model).items():
+        kind, own = type(part), vars(part)
+        kinds |= dict.fromkeys(base for base in kind.__mro__ if base not in torch.nn.Module.__mro__)
+        settings, replaced = "", _shown(own["forward"]) if "forward" in own else ""
+        if is_of(kind.extra_repr.__module__, "torch"):  # a user's may show what changes from run to run
+            with contextlib.suppress(Exception):  # as of a class that sets none of what it shows
+                settings = part.extra_repr()
+        mode = part.training is model.training
+        lines.append(f"{path} {class_name(part)} {settings} {mode} {replaced}")
+    for kind in kinds:
+        lines += [_read(f.__code__) for f in vars(kind).values() if isinstance(f, FunctionType)]
+    return hashlib.sha256("\n".join(lines).encode(errors="replace")).hexdigest()[:16]
 
 
 def _threads(device: Device) -> str | None:
@@ -93,10 +118,6 @@ def mismatch(
     for name, then, now in compared:
         if then != now:
             return f"{name} {_shown(then)}, now {_shown(now)}"
-    shape_of = None if ranks is None else Rank(ranks).shape_of
-    kept = optimizer_step(asked.optimizer, parameters_of(model), device, shape_of=shape_of).state_bytes
-    if kept != plan.resident.optimizer_bytes:
-        return f"an optimizer that keeps {plan.resident.optimizer_bytes:,} bytes, now {kept:,}"
     return _other_inputs(plan.model.inputs, input_records(step))
 
 

@@ -248,11 +248,12 @@ def _with_models(numbered: Any, models: torch.nn.ModuleList) -> Any:
 
 
 def _loss_of(function: TrainStep) -> Callable[[Any], torch.Tensor]:
-    name = getattr(inner_function(function), "__qualname__", "the training step")
+    plain = inner_function(function)
 
     def loss(output: Any) -> torch.Tensor:
         found = find_loss(output)
         if found is None:
+            name = _name_of(plain)  # it refers to the function, of which `cache=` compares the code
             if output is None or (isinstance(output, Mapping) and output.get("loss", output) is None):
                 raise SkippedStep(f"{name} returned no loss: this batch is skipped, and has no plan")
             raise StepError(
@@ -261,8 +262,12 @@ def _loss_of(function: TrainStep) -> Callable[[Any], torch.Tensor]:
             )
         return found
 
-    loss.__qualname__ = f"returned by {name}"
+    loss.__qualname__ = f"returned by {_name_of(plain)}"
     return loss
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__qualname__", "the training step"))
 
 
 def _described(output: Any) -> str:
