@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 import types
 import weakref
 from collections.abc import Callable, Mapping
@@ -131,6 +132,13 @@ class PlannedStep:
 
     def __deepcopy__(self, _memo: Any) -> "PlannedStep":
         return self  # as functions are copied: a model may have it as an attribute
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """By its name, as functions are pickled, or as another one of the same function."""
+        named: Any = sys.modules.get(self.__module__)
+        for part in (name := str(getattr(self, "__qualname__", ""))).split("."):
+            named = getattr(named, part, None)
+        return name if named is self else (PlannedStep, (self.train_step, self._options))
 
     def __repr__(self) -> str:
         return f"<planned {self.train_step!r}>"

@@ -1,6 +1,7 @@
 """``planner.step``: a function that trains, with its loss, several calls and several models."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -311,6 +312,18 @@ def test_batches_that_only_the_loop_fetches_are_no_obstacle() -> None:
         planned(model, next(trainer.batches)).backward()
     assert planned.plan is not None
     assert int(next(trainer.batches)[0, 0]) == 1
+
+
+@planner.step(**BY)
+def _decorated(model: nn.Module) -> torch.Tensor:
+    return model(torch.ones(2, 16)).mean()
+
+
+def test_a_planned_step_is_pickled_as_functions_are() -> None:
+    assert pickle.loads(pickle.dumps(_decorated)) is _decorated
+    again = pickle.loads(pickle.dumps(planner.step(_counted, **BY)))
+    assert isinstance(again, PlannedStep)
+    assert again.train_step is _counted
 
 
 def test_a_plan_in_a_file_is_for_what_the_step_computes() -> None:
