@@ -23,7 +23,7 @@ from planner.planfile.plan import PlanRecord, TensorRecord
 from planner.planning.make_plan import input_records
 from planner.planning.one_backend import device_of
 from planner.planning.options import PlanOptions
-from planner.training_step.python_state import is_of
+from planner.training_step.python_state import is_of, referred
 from planner.training_step.step import Step
 from planner.version import __version__
 
@@ -55,13 +55,17 @@ def _code_of(model: torch.nn.Module) -> str:
     lines, kinds = [], dict[type, None]()
     for path, part in named_parts(model).items():
         kind, own = type(part), vars(part)
-        kinds |= dict.fromkeys(base for base in kind.__mro__ if base not in torch.nn.Module.__mro__)
+        kinds |= dict.fromkeys(
+            base for base in kind.__mro__ if not is_of(base.__module__, "torch", "builtins")
+        )
         settings, replaced = "", _shown(own["forward"]) if "forward" in own else ""
-        if is_of(kind.extra_repr.__module__, "torch"):  # a user's may show what changes from run to run
+        if is_of(
+            getattr(kind.extra_repr, "__module__", None), "torch"
+        ):  # a user's may show what changes from run to run
             with contextlib.suppress(Exception):  # as of a class that sets none of what it shows
                 settings = part.extra_repr()
         mode = part.training is model.training
-        lines.append(f"{path} {class_name(part)} {settings} {mode} {replaced}")
+        lines.append(f"{path} {kind.__qualname__} {settings} {mode} {replaced}")
     for kind in kinds:
         lines += [_read(f.__code__) for f in vars(kind).values() if isinstance(f, FunctionType)]
     return hashlib.sha256("\n".join(lines).encode(errors="replace")).hexdigest()[:16]
@@ -164,10 +168,9 @@ def _shown(value: Any, around: tuple[Any, ...] = ()) -> str:
     code = getattr(value, "__code__", None)
     if code is None:
         return name
-    cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
-    held = [*cells, *(getattr(value, "__defaults__", None) or ())]
-    others = [f for f in held if isinstance(f, FunctionType | partial) and f not in (*around, value)]
-    does = "".join([_read(code), *(_shown(f, (*around, value)) for f in others)])
+    around = (*around, value)
+    others = [f for f in referred(value) if isinstance(f, FunctionType | partial) and f not in around]
+    does = "".join([_read(code), *(_shown(f, around) for f in others)])
     return f"{name} {hashlib.sha256(does.encode()).hexdigest()[:12]}"
 
 

@@ -291,9 +291,20 @@ def test_all_of_the_options_that_are_given_counts() -> None:
         found = [made_of(model, {"loss": loss})["options"] for loss in held]
         assert len(set(found)) == 3
         assert found[0] == found[3]
+    by_name = [_with_default(loss) for loss in losses]
+    assert len({made_of(model, {"loss": loss})["options"] for loss in by_name}) == 3
     weighted, anew, other = (partial(losses[0], weight=torch.randn(n)) for n in (2, 2, 3))
     found = [made_of(model, {"loss": loss})["options"] for loss in (weighted, anew, other)]
     assert found[0] == found[1] != found[2]
+
+
+def _with_default(loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def called(x: Any, *, of: Callable[[Any], Any] = loss) -> Any:
+        return later if x is None else of(x)
+
+    if not callable(loss):
+        later = loss  # what a function names may not be there yet
+    return called
 
 
 def _called(loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
