@@ -52,22 +52,19 @@ def made_of(model: torch.nn.Module, options: Mapping[str, Any]) -> dict[str, str
 
 def _code_of(model: torch.nn.Module) -> str:
     """A digest of what decides a forward beside parameters: classes and their code, settings, modes."""
-    lines, kinds = [], dict[type, None]()
-    for path, part in named_parts(model).items():
-        kind, own = type(part), vars(part)
-        kinds |= dict.fromkeys(
-            base for base in kind.__mro__ if not is_of(base.__module__, "torch", "builtins")
-        )
-        settings, replaced = "", _shown(own["forward"]) if "forward" in own else ""
-        if is_of(
-            getattr(kind.extra_repr, "__module__", None), "torch"
-        ):  # a user's may show what changes from run to run
+    lines, parts = list[str](), named_parts(model)
+    for path, part in parts.items():
+        kind, own, settings = type(part), vars(part), ""
+        # A user's may show what changes from run to run.
+        if is_of(getattr(kind.extra_repr, "__module__", None), "torch"):
             with contextlib.suppress(Exception):  # as of a class that sets none of what it shows
                 settings = part.extra_repr()
+        replaced = _shown(own["forward"]) if "forward" in own else ""
         mode = part.training is model.training
         lines.append(f"{path} {kind.__qualname__} {settings} {mode} {replaced}")
-    for kind in kinds:
-        lines += [_read(f.__code__) for f in vars(kind).values() if isinstance(f, FunctionType)]
+    for kind in dict.fromkeys(base for part in parts.values() for base in type(part).__mro__):
+        if not is_of(kind.__module__, "torch", "builtins"):
+            lines += [_read(f.__code__) for f in vars(kind).values() if isinstance(f, FunctionType)]
     return hashlib.sha256("\n".join(lines).encode(errors="replace")).hexdigest()[:16]
 
 
