@@ -1,7 +1,7 @@
 """The public functions plan, prepare and sweep."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -184,11 +184,12 @@ def sweep(
         "sweep", SplitKeywords, options, time_limit=time_limit, keep=keep, recompute=recompute
     )
     report = progress or no_report
-    if isinstance(budgets, str | int | float):
-        budgets = [budgets]
+    if budgets is not None:
+        one = isinstance(budgets, str) or not isinstance(budgets, Iterable)
+        budgets = [budgets] if one else list(budgets)
     for budget in budgets or ():
         parse_budget(budget, 2**60)
-    if budgets is not None and not len(budgets):
+    if budgets == []:
         raise BudgetError("sweep needs a budget: leave budgets= out for points=20 of them, or name some")
     step = read_step(model, args, kwargs, given.loss, given.outputs, of="sweep")
     prepared = captured.prepare(

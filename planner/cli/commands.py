@@ -338,7 +338,8 @@ def verify_command(
         plan = Plan.load(plan_path)
         with stdout_for_results(), shown_progress() as progress:
             built: Built = build(reference, progress)
-            built.model.train(plan.model.training)  # a builder may return it in the other mode
+            if built.model.training is not plan.model.training:  # parts of it may be in another mode
+                built.model.train(plan.model.training)
             report = planner.verify(
                 built.model,
                 args=built.args,

@@ -234,7 +234,6 @@ def _measure_copy(
     prepared: Prepared, change: Change, runs: Callable[[torch.nn.Module], AbstractContextManager[Any]]
 ) -> tuple[int, float]:
     copied = real_copy(prepared.model, prepared.step)
-    copied.module.train(prepared.step.in_mode(prepared.model))
     change(copied.module)
     device = next((p.device for p in copied.module.parameters()), torch.device("cpu"))
     with runs(copied.module) as module, blocks_run_as_written():

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import LabelSmoother
 
 from planner.environment import tell
-from planner.errors import warn
+from planner.errors import CaptureError, warn
 from planner.integrations.padding import Padded, checked_length
 from planner.lazy.auto_checkpoint import wanted_lazily
 from planner.lazy.first_call import install_lazily
@@ -101,7 +101,7 @@ class PlannerCallback(TrainerCallback):
             options.setdefault("loss", _loss_of_tokens)
         if args.label_smoothing_factor:
             options.setdefault("loss", _SmoothedLoss.of(model, args.label_smoothing_factor))
-        options.setdefault("loss", _loss_of_output)
+        options.setdefault("loss", _loss_of_trainer)
         wanted = wanted_lazily(
             planned, budget=self._budget, on_new_shape=self._on_new_shape, cache=self._cache, **options
         )
@@ -191,6 +191,22 @@ def _switched_off(part: torch.nn.Module) -> bool:
 def _loss_of_output(output: Any) -> Any:
     """The loss that the trainer finds in a model's output: the first entry of a tuple."""
     return find_loss(output[0] if isinstance(output, tuple | list) and output else output)
+
+
+def _loss_of_trainer(output: Any) -> Any:
+    """The loss that the trainer finds in a model's output.
+
+    Raises:
+        CaptureError: There is none.
+    """
+    loss = _loss_of_output(output)
+    if loss is None:
+        raise CaptureError(
+            f"its output, a {type(output).__name__}, has no loss that requires a gradient: say how the loss "
+            "is computed of it, as in PlannerCallback(loss=lambda output: output.logits.sum()), or plan what "
+            "your compute_loss calls by planner.step"
+        )
+    return loss
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from planner.lazy.step import PlannedStep, step
 from planner.planning.options import PlanKeywords, shows_options
 from planner.runtime.install import remove
 from planner.runtime.shapes.policy import OnNewShape
+from planner.training_step.step import map_tensors
 
 
 class PlannerCallback(Callback):  # type: ignore[misc]
@@ -136,7 +137,8 @@ class _Later:
         if self.waiting is None:
             self._method(*args, **kwargs)
         else:
-            self.waiting.append((args, kwargs))
+            # As they are now, as Lightning logs them: the step may go on to write to a buffer.
+            self.waiting.append(map_tensors(lambda t: t.detach().clone(), (args, kwargs)))
 
     def __deepcopy__(self, _memo: Any) -> "_Later":
         return _Later(self._method)

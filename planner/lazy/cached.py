@@ -1,5 +1,6 @@
 """Whether the plan in a file is the one that would be made now."""
 
+import contextlib
 import hashlib
 from collections.abc import Mapping
 from functools import partial
@@ -22,6 +23,7 @@ from planner.planfile.plan import PlanRecord, TensorRecord
 from planner.planning.make_plan import input_records
 from planner.planning.one_backend import device_of
 from planner.planning.options import PlanOptions
+from planner.training_step.python_state import belongs_to, referred
 from planner.training_step.step import Step
 from planner.version import __version__
 
@@ -36,10 +38,34 @@ def made_of(model: torch.nn.Module, options: Mapping[str, Any]) -> dict[str, str
     """Entries of ``created_with``: the options and sizes that no other field of a plan records."""
     trainable = [p.numel() for p in model.parameters() if p.requires_grad]
     given = [f"{name}={_shown(options[name])}" for name in _NOT_RECORDED if options.get(name)]
+    asked = PlanOptions(**options)
+    device, ranks = find_device(asked.device, device_of(model, Step())), read_parallel(asked.parallel)
+    shape_of = None if ranks is None else Rank(ranks).shape_of
+    update = optimizer_step(asked.optimizer, parameters_of(model), device, shape_of=shape_of)
     return {
+        "module code": _code_of(model),
+        "optimizer": f"{update.state_bytes:,} bytes, and {update.transient_bytes:,} in its step",
         "trainable": f"{sum(trainable):,} parameters in {len(trainable)} tensors",
         "options": _label(" ".join(given)) or "none",
     }
+
+
+def _code_of(model: torch.nn.Module) -> str:
+    """A digest of what decides a forward beside parameters: classes and their code, settings, modes."""
+    lines, parts = list[str](), named_parts(model)
+    for path, part in parts.items():
+        kind, own, settings = type(part), vars(part), ""
+        # A user's may show what changes from run to run.
+        if belongs_to(getattr(kind.extra_repr, "__module__", None), "torch"):
+            with contextlib.suppress(Exception):  # as of a class that sets none of what it shows
+                settings = part.extra_repr()
+        replaced = _shown(own["forward"]) if "forward" in own else ""
+        mode = part.training is model.training
+        lines.append(f"{path} {kind.__qualname__} {settings} {mode} {replaced}")
+    for kind in dict.fromkeys(base for part in parts.values() for base in type(part).__mro__):
+        if not belongs_to(kind.__module__, "torch", "builtins"):
+            lines += [_read(f.__code__) for f in vars(kind).values() if isinstance(f, FunctionType)]
+    return hashlib.sha256("\n".join(lines).encode(errors="replace")).hexdigest()[:16]
 
 
 def _threads(device: Device) -> str | None:
@@ -93,10 +119,6 @@ def mismatch(
     for name, then, now in compared:
         if then != now:
             return f"{name} {_shown(then)}, now {_shown(now)}"
-    shape_of = None if ranks is None else Rank(ranks).shape_of
-    kept = optimizer_step(asked.optimizer, parameters_of(model), device, shape_of=shape_of).state_bytes
-    if kept != plan.resident.optimizer_bytes:
-        return f"an optimizer that keeps {plan.resident.optimizer_bytes:,} bytes, now {kept:,}"
     return _other_inputs(plan.model.inputs, input_records(step))
 
 
@@ -143,10 +165,9 @@ def _shown(value: Any, around: tuple[Any, ...] = ()) -> str:
     code = getattr(value, "__code__", None)
     if code is None:
         return name
-    cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
-    held = [*cells, *(getattr(value, "__defaults__", None) or ())]
-    others = [f for f in held if isinstance(f, FunctionType | partial) and f not in (*around, value)]
-    does = "".join([_read(code), *(_shown(f, (*around, value)) for f in others)])
+    around = (*around, value)
+    others = [f for f in referred(value) if isinstance(f, FunctionType | partial) and f not in around]
+    does = "".join([_read(code), *(_shown(f, around) for f in others)])
     return f"{name} {hashlib.sha256(does.encode()).hexdigest()[:12]}"
 
 

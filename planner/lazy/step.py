@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 import types
 import weakref
 from collections.abc import Callable, Mapping
@@ -132,6 +133,13 @@ class PlannedStep:
     def __deepcopy__(self, _memo: Any) -> "PlannedStep":
         return self  # as functions are copied: a model may have it as an attribute
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """By its name, as functions are pickled, or as another one of the same function."""
+        named: Any = sys.modules.get(self.__module__)
+        for part in (name := str(getattr(self, "__qualname__", ""))).split("."):
+            named = getattr(named, part, None)
+        return name if named is self else (PlannedStep, (self.train_step, self._options))
+
     def __repr__(self) -> str:
         return f"<planned {self.train_step!r}>"
 
@@ -248,11 +256,12 @@ def _with_models(numbered: Any, models: torch.nn.ModuleList) -> Any:
 
 
 def _loss_of(function: TrainStep) -> Callable[[Any], torch.Tensor]:
-    name = getattr(inner_function(function), "__qualname__", "the training step")
+    plain = inner_function(function)
 
     def loss(output: Any) -> torch.Tensor:
         found = find_loss(output)
         if found is None:
+            name = _name_of(plain)  # it refers to the function, of which `cache=` compares the code
             if output is None or (isinstance(output, Mapping) and output.get("loss", output) is None):
                 raise SkippedStep(f"{name} returned no loss: this batch is skipped, and has no plan")
             raise StepError(
@@ -261,8 +270,12 @@ def _loss_of(function: TrainStep) -> Callable[[Any], torch.Tensor]:
             )
         return found
 
-    loss.__qualname__ = f"returned by {name}"
+    loss.__qualname__ = f"returned by {_name_of(plain)}"
     return loss
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__qualname__", "the training step"))
 
 
 def _described(output: Any) -> str:

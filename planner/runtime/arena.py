@@ -20,7 +20,8 @@ class Memory(Protocol):
     """The caching allocator of one device, as far as an arena needs it."""
 
     def has_arena(self) -> bool:
-        """Whether its settings let requests be cut out of segments that are reserved beforehand."""
+        """Whether it is PyTorch's, and its settings let requests be cut out of segments that are reserved
+        beforehand. Nothing else is asked of it where it is not."""
 
     def frees(self) -> int:
         """How often it has given a segment back to the device."""
@@ -52,6 +53,8 @@ class CudaMemory:
     device: torch.device
 
     def has_arena(self) -> bool:
+        if torch.cuda.get_allocator_backend() != "native":  # one of the user's counts nothing
+            return False
         conf = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
         try:
             settings = AllocatorSettings.parse(conf)
@@ -119,15 +122,13 @@ class Arena:
 
     def look(self, memory: Memory) -> None:
         """Reserve what is not there: at first, and where the device was given something back since."""
-        frees = memory.frees()
-        if self._off or frees == self._frees:
+        if self._frees is None:
+            self._off = self._off or not memory.has_arena()
+        if self._off or memory.frees() == self._frees:
             return
         peak = memory.peak_bytes()
         try:
             if self._frees is None:
-                self._off = not memory.has_arena()
-                if self._off:
-                    return
                 memory.empty_cache()  # what is cached by now would be reserved besides
                 if memory.allocated_bytes() >= self.there_bytes + self.state_bytes:
                     self.sizes = _less(self.sizes, self.state_bytes)

@@ -2,9 +2,11 @@
 
 import dis
 import functools
+import io
+import itertools
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -55,6 +57,8 @@ class PythonState:
         tensors: Tensors that were reached besides those that are parameters, buffers or other attributes of
             these modules.
         generators: The random generators that were reached.
+        iterators: The iterators that functions among these name or are given. Those among the attributes of
+            the modules are copied with these, and left out.
     """
 
     @collector_off()
@@ -69,6 +73,9 @@ class PythonState:
         self.modules: list[nn.Module] = []
         self.tensors: list[torch.Tensor] = []
         self.generators: list[Any] = []
+        self.iterators: list[Any] = []
+        self._attributes: list[tuple[type, str, Any]] = []  # iterators of users' objects
+        self._functions: list[Any] = []
         self._contents: dict[int, tuple[Any, Any]] = {}  # by identity: a container, and a copy of it
         self._empty: list[Any] = []  # most containers: a module has ten for hooks
         self._cells: list[tuple[CellType, Any]] = []
@@ -78,20 +85,29 @@ class PythonState:
         self._seen: dict[int, Any] = {}
         self._pending[first := 2 if objects else 0].extend(modules)
         self._visit(first)  # before `others`, which may refer to these modules, too
+        self.iterators.clear()
+        self._attributes.clear()
         self._pending[2].extend(others)
         self._visit_all()
         classes = dict.fromkeys(base for part in self.modules for base in type(part).__mro__)
-        functions = _with_those_named([f for kind in classes for f in _functions_of(kind)])
+        of_classes = [f for kind in classes for f in _functions_of(kind)]
+        noted = [f for f in self._functions if isinstance(f, FunctionType)]
+        functions = _with_those_named([*of_classes, *noted])
         own = [kind for kind in classes if not _is_library(kind)]
         named = [v for f in functions for v in globals_named_in(f).values()]
-        self._pending[1].extend(v for v in named if is_generator(v) or (objects and _holds_stepping(v)))
+        known = [v for v in named if is_generator(v) or _is_iterator(v) or (objects and _holds_stepping(v))]
+        self._pending[1].extend(known)
+        held = (v for f in self._functions for v in referred(f))
+        self.iterators += filter(_is_iterator, (*named, *held))
+        self.iterators += [v for kind, name, v in self._attributes if _reads(functions, kind, name)]
         lasting = [*(vars(kind).values() for kind in own), *map(_defaults_of, functions)]
         self._pending[1].extend(v for values in lasting for v in values if type(v) in _CONTAINER_TYPES)
         self._visit_all()
         self._of_classes = [
             (kind, name, v) for kind in own for name, v in vars(kind).items() if type(v) in (bool, int, float)
         ]
-        del self._pending, self._seen  # they would hold values that a step frees
+        # They would hold values that a step frees.
+        del self._pending, self._seen, self._functions, self._attributes
         self._globals = [*variables] + [
             (space, name, space[name])
             for space, name in ((f.__globals__, name) for f in functions for name in written_by_function(f))
@@ -214,8 +230,12 @@ class PythonState:
         elif kind is np.ndarray:
             if value.size <= _MOST_NUMBERS:
                 self._arrays.append((value, value.copy()))
-        elif depth and is_of_users(value):
-            self._pending[depth - 1].append(vars(value))
+        else:
+            if depth == 2 and _is_iterator(value):
+                self.iterators.append(value)
+            if depth and is_of_users(value):
+                self._attributes += [(kind, n, v) for n, v in vars(value).items() if _is_iterator(v)]
+                self._pending[depth - 1].append(vars(value))
 
     def _note_function(self, function: Any) -> None:
         """Note the variables of a function that is the user's, and of the objects that it refers to."""
@@ -229,6 +249,7 @@ class PythonState:
                     self.tensors.append(content)
             named = globals_named_in(function).values()
             self._pending[1].extend(v for v in named if is_generator(v) or _holds_stepping(v))
+        self._functions.append(function)
         self._pending[1].extend(referred(function))
 
     def _note_hooks(self, part: nn.Module) -> None:
@@ -277,12 +298,17 @@ def written_by_function(function: FunctionType) -> list[str]:
 def globals_named_in(function: FunctionType) -> dict[str, Any]:
     """The global variables that a function, or one defined inside of it, names."""
     variables, named = function.__globals__, dict[str, Any]()
-    pending = [function.__code__]
-    while pending:
-        code = pending.pop()
+    for code in codes(function.__code__):
         named |= {name: variables[name] for name in _names_of_globals(code) if name in variables}
-        pending += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return named
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function, and of those defined inside of it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes(constant)
 
 
 @functools.lru_cache(4096)
@@ -295,6 +321,22 @@ def _names_of_globals(code: CodeType) -> tuple[str, ...]:
 def is_stepping(value: Any) -> bool:
     """Whether a value is an optimizer, a scheduler or a gradient scaler, which ``step()`` changes."""
     return issubclass(type(value), _STEPPING)
+
+
+def _is_iterator(value: Any) -> bool:
+    """Whether a value gives each of its items once. A counter's numbers are as good as later ones."""
+    return issubclass(kind := type(value), Iterator) and not issubclass(kind, io.IOBase | itertools.count)
+
+
+def _reads(functions: Iterable[FunctionType], kind: type, name: str) -> bool:
+    """Whether functions, or methods of a class that they name, name an attribute of it."""
+    methods = {n: f for base in kind.__mro__[::-1] for n, f in vars(base).items() if type(f) is FunctionType}
+    names, pending = set[str](), [*functions]
+    while pending:
+        new = {n for code in codes(pending.pop().__code__) for n in code.co_names} - names
+        names |= new
+        pending += [methods[n] for n in new if n in methods and n != "__init__"]
+    return name in names
 
 
 def _holds_stepping(value: Any) -> bool:

@@ -16,6 +16,7 @@ from torch import nn
 from planner._torch import fake, versions
 from planner._torch.autocast_state import AutocastState, autocast_state, set_autocast_state
 from planner._torch.tensors import all_hooks_on, schema_of
+from planner.errors import CaptureError
 from planner.heap import collector_off
 from planner.module_parts import buffers_of, parameters_of, parts_of, tensors_of
 from planner.training_step.arrivals.reach import Reach
@@ -76,6 +77,9 @@ class StepSnapshot:
             step: The step's arguments and loss.
             runs: What is going to run: the module, or a copy of it and of the tensors among the arguments.
             earlier: A snapshot whose copies are used again where data are still the same.
+
+        Raises:
+            CaptureError: The step takes from an iterator, which cannot be put back.
         """
         given = (step.args, dict(step.kwargs))
         attributes = _attributes_of_tensors(module) if runs == "module" else []
@@ -86,6 +90,14 @@ class StepSnapshot:
             objects=runs == "module",
             variables=reach.variables,
         )
+        for iterator in python.iterators:
+            # A hook that reaches one does not run.
+            if iterator not in reach and Reach(iterator).opaque is not None:
+                raise CaptureError(
+                    f"the step takes items from a {type(iterator).__name__}, which gives each of them once: "
+                    "running it to plan or compare would take those that training needs. Take them outside "
+                    "of the step, and pass them, as in train_step(model, next(batches))"
+                )
         tensors: dict[int, _Before] = {}
         reached = [*tensors_in(given), *python.tensors]
         for part in python.modules:

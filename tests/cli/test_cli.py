@@ -270,6 +270,22 @@ def test_verify_is_in_the_mode_of_the_plan(builders: Path, monkeypatch: pytest.M
     assert seen == [True]
 
 
+def test_verify_leaves_parts_in_their_mode(builders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["import torch", "from torch import nn", "def build():"]
+    lines.append("    return nn.Sequential(nn.Dropout(), nn.Dropout().eval()), (torch.ones(2),)")
+    (builders / "parts.py").write_text("\n".join(lines))
+    seen = []
+
+    def verify(model: Any, *_: object, **__: object) -> object:
+        seen.extend(part.training for part in model)
+        return _report(True)
+
+    monkeypatch.setattr(planner, "verify", verify)
+    layered_plan().save("plan.json")
+    assert _run("verify", "parts.py:build", "plan.json").exit_code == 0
+    assert seen == [True, False]
+
+
 def test_verify_reads_the_plan_before_it_builds(builders: Path) -> None:
     (builders / "plan.json").write_text(layered_plan().dumps()[:500])
     result = _run("verify", "builders:build", "plan.json")

@@ -155,6 +155,24 @@ def _four_steps(kind: type[TrainingArguments], folder: Path, **more: Any) -> Tra
     )  # fmt: skip
 
 
+class _WithoutLabels(_Measured):
+    """Computes the loss, of which the model knows nothing."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        labels = inputs.pop("labels")
+        return functional.cross_entropy(model(**inputs).logits.flatten(0, 1), labels.flatten())
+
+
+def test_a_loss_of_which_the_model_knows_nothing_is_asked_for(tmp_path: Path) -> None:
+    trainer = _WithoutLabels(
+        _ForLabels(small_language_model().config), _four_steps(TrainingArguments, tmp_path),
+        train_dataset=sentences(), data_collator=padded,
+        callbacks=[PlannerCallback(budget="min", solver="sqrt_n")],
+    )  # fmt: skip
+    with pytest.warns(PlanWarning, match=r"a CausalLMOutput, has no loss.*PlannerCallback\(loss="):
+        trainer.train()
+
+
 def test_the_loss_of_smoothed_labels_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def train(callbacks: list[Any]) -> _Measured:
         torch.manual_seed(0)

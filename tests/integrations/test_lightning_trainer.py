@@ -27,6 +27,7 @@ class _Module(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.model: Layers | None = None
+        self.register_buffer("count", torch.zeros(()))
         self.plans: list[object] = []
         self.updates = self.peak = 0
         self.callback: PlannerCallback | None = None
@@ -40,6 +41,8 @@ class _Module(lightning.LightningModule):
         assert self.model is not None
         found = self.model.run(batch)
         loss = F.mse_loss(found.softmax(-1), batch.softmax(-1)) + self.model(batch)
+        self.log("count", self.count)
+        self.count += 1
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log_dict({"square": loss.square(), "constant": 2.0}, batch_size=len(batch))
         return {"loss": loss}

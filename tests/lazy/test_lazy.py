@@ -225,7 +225,7 @@ def test_what_a_kept_plan_is_not_for() -> None:
     assert reason(training=False) == "training mode True, now False"
     assert reason(accumulate=True) == "accumulate False, now True"
     assert reason(keep=["layers.0"]) == "options solver=sqrt_n, now solver=sqrt_n keep=['layers.0']"
-    assert reason(optimizer="adam").startswith("an optimizer that keeps 0 bytes, now ")
+    assert reason(optimizer="adam").startswith("optimizer 0 bytes, and 0 in its step, now ")
     assert reason(Layers(3)) == "of other parameters or buffers"
     assert reason(nn.Linear(2, 2)) == "of a tests.side_by_side.Layers"
     assert reason(Layers(2).requires_grad_(False)).startswith("trainable 8,384 parameters in 8 tensors, now")
@@ -238,6 +238,39 @@ def test_what_a_kept_plan_is_not_for() -> None:
     plan = plan.model_copy(update={"target": plan.target.model_copy(update={"backend": "replay"})})
     assert reason() == ""
     assert reason(backend="graph") == "backend replay, now eager"
+
+
+def test_optimizers_that_keep_as_much_and_take_another_step_are_told_apart() -> None:
+    model = Layers(1)
+    momentum = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    kept = [made_of(model, {"optimizer": o})["optimizer"] for o in (momentum, "RMSprop", "Rprop", momentum)]
+    assert len({text.partition(",")[0] for text in kept[:2]}) == 1
+    assert kept[0] == kept[3] != kept[1]
+
+
+def test_modules_of_alike_parameters_that_compute_something_else_are_told_apart() -> None:
+    def module(*parts: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), *parts)
+
+    def code(model: nn.Module) -> str:
+        return made_of(model, {})["module code"]
+
+    frozen = module(nn.Dropout(0.1))
+    frozen[1].eval()
+    models = [module(nn.GELU()), module(nn.Tanh()), module(nn.Dropout(0.1)), module(nn.Dropout(0.2)), frozen]
+    models += [nn.Sequential(nn.Conv2d(2, 2, 3, stride=n)) for n in (1, 2)]
+    assert len({*map(code, models)}) == len(models)
+    assert code(module(nn.GELU())) == code(models[0]) == code(module(nn.GELU()).eval())
+    written = ["return x * 2", "return x * 3", "return x * 2"]
+    kinds = [{"forward": _function(f"def forward(self, x):\n    {line}")} for line in written]
+    found = [code(module(type("Part", (nn.Module,), kind)())) for kind in kinds]
+    assert found[0] == found[2] != found[1]
+
+
+def _function(text: str) -> Any:
+    scope: dict[str, Any] = {}
+    exec(text, scope)
+    return scope["forward"]
 
 
 def test_all_of_the_options_that_are_given_counts() -> None:
@@ -258,9 +291,20 @@ def test_all_of_the_options_that_are_given_counts() -> None:
         found = [made_of(model, {"loss": loss})["options"] for loss in held]
         assert len(set(found)) == 3
         assert found[0] == found[3]
+    by_name = [_with_default(loss) for loss in losses]
+    assert len({made_of(model, {"loss": loss})["options"] for loss in by_name}) == 3
     weighted, anew, other = (partial(losses[0], weight=torch.randn(n)) for n in (2, 2, 3))
     found = [made_of(model, {"loss": loss})["options"] for loss in (weighted, anew, other)]
     assert found[0] == found[1] != found[2]
+
+
+def _with_default(loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def called(x: Any, *, of: Callable[[Any], Any] = loss) -> Any:
+        return later if x is None else of(x)
+
+    if not callable(loss):
+        later = loss  # what a function names may not be there yet
+    return called
 
 
 def _called(loss: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -1,6 +1,7 @@
 """``planner.step``: a function that trains, with its loss, several calls and several models."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import planner
-from planner.lazy.step import PlannedStep, StepError
+from planner.lazy.cached import made_of
+from planner.lazy.step import PlannedStep, StepError, _loss_of
 from planner.verification.measure import measure_peak
 from tests.side_by_side import assert_same, counting_runs, left_by, no_plan_warnings
 
@@ -240,3 +242,98 @@ def test_a_skipped_batch_that_begins_with_gradients_leaves_them_to_the_next() ->
     planned(model, x, False).backward()
     assert planned.plan is not None
     assert planned.plan.resident.gradient_bytes == sum(p.nbytes for p in model.parameters())
+
+
+CALLS = 0
+
+
+def _count() -> int:
+    global CALLS
+    CALLS += 1
+    return CALLS
+
+
+def _counted(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean() * _count()
+
+
+def test_what_a_step_counts_in_global_variables_is_what_its_calls_are() -> None:
+    global CALLS
+    CALLS = 0
+    planned, model, x = (
+        planner.step(_counted, budget="100%", solver="none"),
+        nn.Linear(16, 16),
+        torch.ones(2, 16),
+    )
+    losses = [planned(model, x).item() for _ in range(2)]
+    assert planned.plan is not None
+    assert CALLS == 2
+    assert losses[1] == 2 * losses[0]
+
+
+class _Trainer:
+    def __init__(self) -> None:
+        self.batches = (torch.ones(2, 16) * n for n in range(100))
+
+    def _next(self) -> torch.Tensor:
+        return next(self.batches)
+
+    def fetching(self, model: nn.Module) -> torch.Tensor:
+        return model(self._next()).square().mean()
+
+    def given(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+
+def _fetching(batches: Any, model: nn.Module) -> torch.Tensor:
+    return model(next(batches)).square().mean()
+
+
+@pytest.mark.parametrize("by", ["argument", "enclosing scope", "attribute"])
+def test_a_step_that_fetches_its_batches_skips_none(by: str) -> None:
+    trainer, model = _Trainer(), nn.Linear(16, 16)
+    given: tuple[Any, ...] = (trainer.batches, model) if by == "argument" else (model,)
+    fetches: Callable[..., Any] = _fetching
+    if by == "attribute":
+        fetches = trainer.fetching
+    elif by == "enclosing scope":
+        fetches = lambda model, batches=trainer.batches: _fetching(batches, model)  # noqa: E731
+    planned = planner.step(fetches, budget="100%", solver="none")
+    with pytest.warns(planner.PlanWarning, match="items from a generator.*as in train_step"):
+        planned(*given).backward()
+    assert int(next(trainer.batches)[0, 0]) == 1
+    assert planned.plan is None
+
+
+def test_batches_that_only_the_loop_fetches_are_no_obstacle() -> None:
+    trainer, model = _Trainer(), nn.Linear(16, 16)
+    planned = planner.step(trainer.given, budget="100%", solver="none")
+    with no_plan_warnings():
+        planned(model, next(trainer.batches)).backward()
+    assert planned.plan is not None
+    assert int(next(trainer.batches)[0, 0]) == 1
+
+
+@planner.step(**BY)
+def _decorated(model: nn.Module) -> torch.Tensor:
+    return model(torch.ones(2, 16)).mean()
+
+
+def test_a_planned_step_is_pickled_as_functions_are() -> None:
+    assert pickle.loads(pickle.dumps(_decorated)) is _decorated
+    again = pickle.loads(pickle.dumps(planner.step(_counted, **BY)))
+    assert isinstance(again, PlannedStep)
+    assert again.train_step is _counted
+
+
+def test_a_plan_in_a_file_is_for_what_the_step_computes() -> None:
+    def first(model: nn.Module) -> torch.Tensor:
+        return model(torch.ones(2, 16)).sum()
+
+    def second(model: nn.Module) -> torch.Tensor:
+        return model(torch.ones(2, 16)).exp().sum()
+
+    second.__qualname__ = first.__qualname__
+    model = nn.Linear(16, 16)
+    options = [made_of(model, {"loss": _loss_of(step)})["options"] for step in (first, second, first)]
+    assert options[0] == options[2] != options[1]

@@ -373,6 +373,7 @@ def test_where_the_settings_have_no_use_for_it_none_is_made(monkeypatch: pytest.
     arena.look(memory)
     arena.look(memory)
     assert memory.allocator.peak_reserved_bytes == 0
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     for conf, has in {
         "": True,
         "garbage_collection_threshold:0.8": True,
@@ -382,6 +383,19 @@ def test_where_the_settings_have_no_use_for_it_none_is_made(monkeypatch: pytest.
     }.items():
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
         assert CudaMemory(torch.device("cuda", 0)).has_arena() is has
+
+
+def test_nothing_is_asked_of_an_allocator_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+
+    for name in ("memory_stats_as_nested_dict", "max_memory_allocated", "memory_snapshot"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    arena = Arena([20 * MIB], 0, 0)
+    arena.look(CudaMemory(torch.device("cuda", 0)))
+    arena.look(CudaMemory(torch.device("cuda", 0)))
 
 
 @pytest.mark.parametrize("backend", ["graph", "replay"])

@@ -218,6 +218,11 @@ def test_budgets_of_other_kinds(budget: Any, words: str) -> None:
             planner.sweep(Net(), X, budgets=[budget])
 
 
+def test_a_number_of_numpys_is_a_budget() -> None:
+    budget = np.int64(2**30)
+    assert [p.target.budget_bytes for p in planner.sweep(Net(), X, budgets=budget)] == [budget]
+
+
 def test_a_sweep_over_no_budget() -> None:
     with pytest.raises(BudgetError, match="needs a budget"):
         planner.sweep(Net(), X, budgets=[])

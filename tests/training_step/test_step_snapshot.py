@@ -233,6 +233,13 @@ def test_compare_draws_nothing_and_leaves_what_a_loss_refers_to(monkeypatch: pyt
     assert not head.running_mean.any()
 
 
+def test_compare_measures_parts_in_their_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "RATIOS", ())
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5).eval())
+    [row, *_] = planner.compare(model, torch.randn(64, 8), budget="100%", solvers=(), measure=True).ways
+    assert row.measured_peak_bytes == row.peak_bytes
+
+
 GENERATOR, NUMBERS, CALLS = torch.Generator().manual_seed(0), random.Random(0), 0
 
 

@@ -4,7 +4,7 @@ import builtins
 import functools
 from collections import Counter
 from collections.abc import Iterator
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from planner.training_step.python_state import (
     CONTAINERS,
     MOST_ELEMENTS,
     belongs_to,
+    codes,
     globals_named_in,
     is_of_users,
     is_stepping,
@@ -65,6 +66,9 @@ class Reach:
             self._seen[identity(value)] = value
             pending += self._into(value, name)
 
+    def __contains__(self, value: Any) -> bool:
+        return identity(value) in self._seen
+
     def _into(self, value: Any, name: str) -> Iterator[tuple[Any, str]]:
         kind = type(value)
         if isinstance(value, FunctionType):
@@ -112,7 +116,7 @@ class Reach:
             for n in written_by_function(function)
             if n in function.__globals__
         ]
-        names = {name for code in _codes(function.__code__) for name in code.co_names}
+        names = {name for code in codes(function.__code__) for name in code.co_names}
         if changing := sorted(names & _CHANGES):
             self._cannot(f"{changing[0]}()")
         for name, value in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
@@ -140,11 +144,3 @@ class Reach:
 
 def is_of_distributed(module: str | None) -> bool:
     return (module or "").startswith("torch.distributed")
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function, and of those defined inside of it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
