@@ -21,7 +21,7 @@ def sent_node(joint: JointGraph, op: JointOp) -> Node | None:
     """
     if op.is_input:
         changed = {joint.primals[i] for i in joint.mutated if i < len(joint.primals)}
-        return op.node if op.node not in changed and _is_whole(op.node.meta["val"]) else None
+        return op.node if op.node not in changed and is_whole(op.node.meta["val"]) else None
     if op.backward or not op.allocates:
         return None
     members = [u for u in op.node.users if u.target is operator.getitem]
@@ -37,10 +37,10 @@ def sent_node(joint: JointGraph, op: JointOp) -> Node | None:
                 return None
             node = writer.node
     value = node.meta["val"]
-    return node if _is_whole(value) else None
+    return node if is_whole(value) else None
 
 
-def _is_whole(value: object) -> bool:
+def is_whole(value: object) -> bool:
     """Whether a tensor is all of its storage, each element once."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return False

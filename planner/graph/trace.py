@@ -16,6 +16,7 @@ from planner.graph.accumulation import arrivals
 from planner.graph.dynamo_graph import detach_outputs
 from planner.graph.joint_graph import JointGraph, read_joint
 from planner.graph.joint_pass import AutocastContext, JointPass, TraceContext
+from planner.graph.memory_of_gradients import keep_gradients_apart
 from planner.graph.passes.per_use_gradients import uses_of, with_inputs
 from planner.graph.spec import GraphSpec
 from planner.graph.split.pieces import split_where_possible
@@ -104,6 +105,7 @@ def trace_joint(
         if spec.split is not None:
             read_joint(joint, outputs)  # without dead code, as when it was planned
             joint, _, dropped = split_where_possible(joint, outputs, spec.split)
+        keep_gradients_apart(joint.graph, outputs)
         reading = read_joint(joint, outputs, spec.handed_inputs)
         inputs, per_use = len(example_inputs), spec.per_use_inputs
         casts = context.cached_casts

@@ -20,6 +20,7 @@ from planner._torch.joint.graph_modules import graph_module
 from planner.compiled.graph_hook import GraphHook
 from planner.errors import PlanMismatch
 from planner.graph.dying_operands import forget
+from planner.graph.memory_of_gradients import keep_gradients_apart
 from planner.graph.passes.absent_gradients import leave_out, read_by_functions
 from planner.graph.trace import TracedGraph
 
@@ -116,6 +117,7 @@ def without_gradients(module: GraphModule, absent: frozenset[int], count: int) -
     _refuse_unknown_functions(graph, gradients, gone)
     for node in leave_out(graph, gradients, gone):
         forget(node)  # the operand that it writes its result into may be read again
+    keep_gradients_apart(graph)
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     result.recompile()
     return result

@@ -1,12 +1,8 @@
-"""A backward returns its gradients as tensors that are no views, and no two of one memory.
+"""A backward returns its gradients as tensors that are no views.
 
 The engine adds a later gradient to the earlier one in place, if nobody else holds the earlier one's memory.
 To a view nothing is added in place, as its base is held too: that takes one tensor more. A graph may return a
 view where eager returns none, such as a sum that was written into a view at its last use.
-
-Where one result is the gradient of several inputs, eager copies it for all but one. The engine sees that by
-the references to a tensor, not to its memory: so one result is returned as one tensor, however often, and of
-different results in one memory all but one are copied here.
 """
 
 import operator
@@ -27,8 +23,7 @@ aten = torch.ops.aten
 
 
 def hand_out_no_views(graph: FxGraph) -> None:
-    """Detach the gradients that a graph makes and returns as views, unless they are views in eager too; copy
-    those that lie in one memory.
+    """Detach the gradients that a graph makes and returns as views, unless they are views in eager too.
 
     Args:
         graph: A backward, of operator calls whose nodes carry their values as ``meta["val"]``.
@@ -41,32 +36,13 @@ def hand_out_no_views(graph: FxGraph) -> None:
     }
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     times = Counter(result for result in results if isinstance(result, Node))
-    strided = [node for node in times if _is_strided(node)]
-    left = Counter(fake.storage_key(node.meta["val"]) for node in strided)
-    shared = {key for key, count in left.items() if count > 1}
-    instead: dict[Any, Node] = {}
     with graph.inserting_before(output):
-        for node in strided:
-            key = fake.storage_key(node.meta["val"])
-            if key not in shared:
-                if times[node] == 1 and _may_be_view(node, given):
-                    instead[node] = _no_view(graph, node)
-            elif node.op == "call_function" and not _is_part(node.meta["val"]):
-                left[key] -= 1
-                if left[key]:
-                    instead[node] = _copy(graph, node)
+        instead = {
+            node: _no_view(graph, node)
+            for node, count in times.items()
+            if count == 1 and _may_be_view(node, given)
+        }
     output.args = ([instead.get(result, result) for result in results],)
-
-
-def _is_strided(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
-
-
-def _copy(graph: FxGraph, node: Node) -> Node:
-    copied = graph.call_function(aten.clone.default, (node,))
-    copied.meta = {"val": fake.same_shape(node.meta["val"])}
-    return copied
 
 
 def _no_view(graph: FxGraph, node: Node) -> Node:
