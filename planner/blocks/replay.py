@@ -155,7 +155,10 @@ class _Run:
             args, kwargs = pytree.tree_map(lambda x: instead.get(id(x), x), (args, kwargs))
         states = GeneratorStates.now(self._generators)
         python = PythonState(self._modules, self._others, objects=True)
+        frozen_since = [held for held in self._unchanged if held.frozen_or_thawed()]
         try:
+            for held in frozen_since:
+                held.freeze_or_thaw()
             self._states.restore()
             self._python.restore()
             clones: dict[int, torch.Tensor] = {}  # modules may share a buffer
@@ -169,6 +172,8 @@ class _Run:
         finally:
             python.restore()
             states.restore()
+            for held in frozen_since:
+                held.freeze_or_thaw()
 
 
 class _Held:
@@ -218,6 +223,17 @@ class _Held:
         if now.is_complex():  # complex halves cannot be compared as such
             now, then = torch.view_as_real(now.resolve_conj()), torch.view_as_real(then.resolve_conj())
         return not (torch.equal(now, then) or ((now == then) | (now.isnan() & then.isnan())).all())
+
+    def frozen_or_thawed(self) -> bool:
+        """Whether it is a leaf that requires a gradient now and did not, or the other way round."""
+        if self.tensor is None or not self.tensor.is_leaf:
+            return False
+        return self.tensor.requires_grad is not self._needs_gradient
+
+    def freeze_or_thaw(self) -> None:
+        """Change whether it requires a gradient. Autograd saves tensors by that."""
+        assert self.tensor is not None
+        self.tensor.requires_grad_(not self.tensor.requires_grad)
 
     def again(self) -> torch.Tensor:
         """The tensor as it was, for the block to write to; no leaf, as a leaf that trains refuses writes."""

@@ -1,5 +1,6 @@
 """The calls of one planned module, and which of their backwards have run."""
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -68,6 +69,11 @@ class Call:
         return any(token() is not None for token in self.tokens)
 
 
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.last = Call()
+
+
 class Calls:
     """The calls of one planned module.
 
@@ -76,16 +82,19 @@ class Calls:
             backward with ``retain_graph=True`` keeps memory that it could have freed.
         in_flight: How many calls the plan allows to await their backward; None: one.
 
-    Attributes:
-        last: The call that began last.
     """
 
     def __init__(self, warn: Callable[[str], None], in_flight: int | None = None) -> None:
         self._warn, self._in_flight = warn, in_flight
         self._warned_of_more = self._warned_of_kept = False
-        self._earlier: list[Call] = []
+        self._begun: list[Call] = []
         self._left: set[bool] = set()  # the kinds of calls, by ``of_leaves``, that run without the plan
-        self.last = Call()
+        self._here = _Here()
+
+    @property
+    def last(self) -> Call:
+        """The call that began last in this thread."""
+        return self._here.last
 
     def leave(self, call: Call) -> None:
         """Have calls of this kind run without the plan from now on."""
@@ -101,11 +110,12 @@ class Calls:
 
     def begin(self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = _NONE) -> None:
         """A call of the module begins."""
-        self._earlier = [call for call in (*self._earlier, self.last) if call.awaits_backward()]
-        if not self._warned_of_more and len(self._earlier) >= (self._in_flight or 1):
+        earlier = [call for call in self._begun if call.awaits_backward()]
+        if not self._warned_of_more and len(earlier) >= (self._in_flight or 1):
             self._warned_of_more = True
             self._warn(_TWO if self._in_flight is None else _MORE.format(count=self._in_flight))
-        self.last = Call(_of_leaves(args, kwargs))
+        self._here.last = Call(_of_leaves(args, kwargs))
+        self._begun = [*earlier, self._here.last]
 
     def next_execution(self, graph: object) -> int:
         """Count one more run of a graph in the last call; returns how many runs came before."""

@@ -19,7 +19,7 @@ from planner._torch.execution.checkpoints import as_written
 from planner._torch.execution.function_calls import calls_functions
 from planner._torch.joint import aot_metadata
 from planner._torch.operators import may_draw
-from planner._torch.tensors import writes
+from planner._torch.tensors import SPARSE, storage_number, writes
 from planner.compiled.calls import Call, Calls
 from planner.compiled.graph_hook import GraphHook, HookContext
 from planner.errors import PlanMismatch
@@ -79,7 +79,7 @@ class DoubleBackward(GraphHook):
     def _before(
         self,
         kept: list[tuple[Any, ...]],
-        versions: list[int],
+        versions: list[tuple[int, int]],
         call: Call,
         of_outputs: tuple[torch.Tensor | None, ...],
     ) -> tuple[torch.Tensor | None, ...] | None:
@@ -104,7 +104,7 @@ class DoubleBackward(GraphHook):
         self,
         node: Any,
         kept: list[tuple[Any, ...]],
-        versions: list[int],
+        versions: list[tuple[int, int]],
         call: Call,
         of_inputs: tuple[torch.Tensor | None, ...],
         of_outputs: tuple[torch.Tensor | None, ...],
@@ -178,9 +178,11 @@ def _there(argument: Any) -> Any:
     return argument() if isinstance(argument, weakref.ref) else argument
 
 
-def _versions(kept: list[tuple[Any, ...]]) -> list[int]:
-    """How often each tensor among the arguments was written to, without those that were freed."""
-    return [writes(a) for args in kept for a in map(_there, args) if isinstance(a, torch.Tensor)]
+def _versions(kept: list[tuple[Any, ...]]) -> list[tuple[int, int]]:
+    """How often each tensor among the arguments was written to, and its memory, without those that were
+    freed."""
+    there = [a for args in kept for a in map(_there, args) if isinstance(a, torch.Tensor)]
+    return [(writes(a), 0 if a.layout in SPARSE else storage_number(a.untyped_storage())) for a in there]
 
 
 def _without_memory(args: tuple[Any, ...], positions: Sequence[int]) -> tuple[Any, ...]:

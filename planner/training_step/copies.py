@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from planner._torch import fake, modules, pytree
 from planner._torch.cuda.recurrent_state import flatten_like
 from planner._torch.layouts.shape_functions import widen_grouped_products
-from planner._torch.tensors import SPARSE, strided_copy, writes
+from planner._torch.tensors import SPARSE, is_view, strided_copy, writes
 from planner._torch.without_data import fake_values
 from planner._torch.without_data.answers import Answers
 from planner.errors import CaptureError
@@ -256,7 +256,9 @@ class _RequiresGrad:
     def put_back(self) -> None:
         """Have the inputs require gradients as they did."""
         for tensor, requires_grad in self._inputs:
-            if tensor.is_leaf and tensor.requires_grad is not requires_grad:
+            if tensor.requires_grad is not requires_grad and (tensor.is_leaf or not is_view(tensor)):
+                if not tensor.is_leaf:  # an operation on tensors that require gradients wrote to it
+                    tensor.detach_()
                 tensor.requires_grad_(requires_grad)
 
 

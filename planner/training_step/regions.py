@@ -2,6 +2,7 @@
 
 import difflib
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
@@ -140,8 +141,9 @@ def allow_nested_calls(regions: int) -> None:
         sys.setrecursionlimit(needed)
 
 
-class RunningRegions:
-    """Submodules that run graphs of their own while the forward of the module runs, and else as they are.
+class RunningRegions(threading.local):
+    """Submodules that run graphs of their own while this thread runs the forward of the module, and else as
+    they are.
 
     Inside a ``torch.utils.checkpoint`` of the forward's they run as they are, too. The checkpoint runs them
     again in the backward, when the forward does not run any more, and expects them to save the same tensors.

@@ -11,6 +11,7 @@ import torch
 
 from planner._torch import modules
 from planner._torch.autocast_state import notes_on_region_stay
+from planner._torch.tensors import is_view
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner.blocks.running import blocks_run_as_written
 from planner.choices import CUDA_GRAPHS, Outputs
@@ -23,7 +24,7 @@ from planner.runtime.install import check_fits, installed_plan, put_in
 from planner.runtime.plan_call import PlanCall
 from planner.training_step.arrivals.suspended import only_hooks_that_are_put_back
 from planner.training_step.inputs import InputError, Inputs, read_step
-from planner.training_step.step import Loss, Step, checked_outputs, tensors_in
+from planner.training_step.step import Loss, Step, checked_outputs, map_tensors, tensors_in
 from planner.training_step.wrappers import refuse_without_shape
 from planner.verification.again import look_again
 from planner.verification.compared_steps import ComparedSteps
@@ -124,7 +125,7 @@ def verify(
         PlanMismatch: If there is no plan, or it is for another model.
     """
     report = at_stages(progress)
-    step = read_step(model, args, kwargs, loss, of="verify")
+    step = _apart_from_views(read_step(model, args, kwargs, loss, of="verify"))
     check_options(repeats=repeats, progress=progress)
     plan = _checked_plan(plan, model)
     step = replace(step, outputs=checked_outputs(plan.model.outputs if outputs is None else outputs))
@@ -157,6 +158,19 @@ def verify(
         peaks = steps.peaks(device)
         times = steps.times(device)
     return _report(plan, device, compared, peaks, times)
+
+
+def _apart_from_views(step: Step) -> Step:
+    """The step with tensors of their own in the place of views among its inputs, over the same memory.
+
+    An operation with a weight that writes to an input gives it a history, which PyTorch takes from no view.
+    """
+    given = (step.args, dict(step.kwargs))
+    made = {id(t): t.detach() for t in tensors_in(given) if is_view(t) and not t.requires_grad}
+    if not made:
+        return step
+    args, kwargs = map_tensors(lambda tensor: made.get(id(tensor), tensor), given)
+    return replace(step, args=args, kwargs=kwargs)
 
 
 def _checked_plan(plan: PlanRecord | None, model: torch.nn.Module) -> PlanRecord:

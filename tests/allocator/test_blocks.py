@@ -327,6 +327,24 @@ def test_what_changes_between_forward_and_backward_is_named() -> None:
         loss.backward()
 
 
+def test_weights_that_are_frozen_and_thawed_between_forward_and_backward() -> None:
+    def loop(model: Net) -> list[float]:
+        losses = []
+        for index in range(2):
+            loss = model(X)
+            model.layers[index].requires_grad_(index == 1)
+            loss.backward()
+            model.layers[index].requires_grad_(index == 0)
+            losses.append(loss.item())
+        return losses
+
+    ours, theirs = _pair(lambda: Net(RecomputedLayer), Net)
+    for model in (ours, theirs):
+        model.layers[1].requires_grad_(False)
+    assert_same(left_by(ours, loop), left_by(theirs, loop))
+    assert [p.requires_grad for p in ours.parameters()] == [p.requires_grad for p in theirs.parameters()]
+
+
 def test_what_cannot_be_a_block_is_refused() -> None:
     total = torch.zeros(())
 

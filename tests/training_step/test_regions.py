@@ -1,6 +1,7 @@
 """Regions: submodules whose forward and backward are graphs, and an autograd node, of their own."""
 
 import copy
+import threading
 import warnings
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import planner
 from planner._torch import dynamo, modules
 from planner.report.text import as_text, summary
-from planner.training_step.regions import RegionError, find_regions
+from planner.training_step.regions import RegionError, RunningRegions, find_regions
 from planner.user_plan import Plan
 from planner.verification.measure import measure_peak
 from tests.side_by_side import (
@@ -328,3 +329,32 @@ def test_a_region_of_other_operations_is_reported_where_the_step_does_not_fit() 
         warnings.simplefilter("always")
         model(x.clone().requires_grad_()).backward()
     assert any("into other operations" in str(warning.message) for warning in caught)
+
+
+def test_forwards_of_other_threads_switch_no_regions_off_or_on() -> None:
+    model, ran = nn.Sequential(nn.Linear(2, 2)), []
+    running = RunningRegions(["0"], lambda: None)
+    running.put_in(model)
+    begun, ends = threading.Event(), threading.Event()
+
+    def region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        ran.append(module)
+        return module.forward(*args, **kwargs)
+
+    def wait() -> None:
+        begun.set()
+        ends.wait()
+
+    other = threading.Thread(target=running.during(wait, region))
+    other.start()
+    begun.wait()
+
+    def whole() -> None:
+        ends.set()
+        other.join()
+        model(torch.ones(2, 2))
+
+    running.during(whole, region)()
+    assert len(ran) == 1
+    model(torch.ones(2, 2))
+    assert len(ran) == 1

@@ -70,3 +70,13 @@ def test_verify_looks_at_a_step_by_the_plan_whose_gradient_is_differentiated() -
         report = planner.verify(model, (x,), loss=loss, repeats=0)
     assert report.gradients_equal
     assert report.measured_dynamic_peak_bytes > report.baseline_measured_dynamic_peak_bytes
+
+
+def test_a_second_derivative_by_weights_of_other_memory_is_an_error() -> None:
+    model, _, x = _critic()
+    loss = model(x).sum()
+    weight = model.get_parameter("head.weight")
+    weight.data = weight.data * 2
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(planner.PlanMismatch, match="inputs or parameters have been changed since"):
+        slope.square().sum().backward()

@@ -116,3 +116,26 @@ def test_a_weight_that_is_written_leaves_the_peak_as_predicted(budget: str) -> N
     # The gradient of zeros that is planned for is not made.
     measured, predicted = report.measured_dynamic_peak_bytes, report.predicted_dynamic_peak_bytes
     assert predicted - model.scale.nbytes <= measured <= predicted
+
+
+class Scaled(nn.Module):
+    """Writes to its input, with a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer, self.head = nn.Parameter(torch.ones(8)), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x.mul_(self.scale)).tanh())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("backend", ["replay", pytest.param("graph", marks=pytest.mark.graphs)])
+def test_an_input_that_a_weight_is_multiplied_into(backend: str) -> None:
+    batch = torch.randn(8, 8)
+    before, model = batch.clone(), Scaled()
+    plan = planner.plan(model, (batch,), budget="min", solver="sqrt_n", backend=backend)
+    for x in (batch, batch[:4]):  # PyTorch takes no history from a view
+        report = planner.verify(model, (x,), plan=plan, repeats=0)
+        assert report.ok, report.problems
+        assert [batch.requires_grad, x.requires_grad] == [False, False]
+        assert torch.equal(batch, before)
