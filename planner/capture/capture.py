@@ -37,7 +37,7 @@ from planner.capture.decided_by_data import told_by_data
 from planner.capture.differences import notes_on, warn_of_cpu_kernels, warn_of_other_gradients
 from planner.capture.external_accumulation import ask_for_per_use_gradients
 from planner.capture.graphs.graph_runner import GraphRunner
-from planner.capture.graphs.runners import captured_graphs, collector, let_go, split_up
+from planner.capture.graphs.runners import captured_graphs, collector, let_go
 from planner.capture.module_calls import Bound, Marked, run_forward
 from planner.capture.on_a_copy import RunOfACopy, as_on_its_device, on_a_copy
 from planner.capture.recurrent_layers import RecurrentCalls
@@ -377,7 +377,6 @@ class _Capture:
         waiting, attempts, asked = list(runners), 1, False
         python: PythonState | None = None
         while True:
-            waiting = split_up(waiting, runners)
             traced = len(runners)
             self._trace(waiting, traced)
             if python is not None and attempts == _MOST_PASSES:

@@ -98,7 +98,7 @@ def notes_on(runners: Sequence[GraphRunner], regions: bool) -> list[str]:
             f"{calls} calls of torch.utils.checkpoint in the model are captured like any code: "
             "what is recomputed is decided by the plan"
         )
-    alike = Counter((r.structure, *map(_shape, r.example_inputs)) for r in runners if not r.places)
+    alike = Counter((r.structure, *map(_shape, r.example_inputs)) for r in runners)
     if regions and (most := max(alike.values(), default=0)) >= _MANY_ALIKE:
         notes.append(
             f"{most} regions are alike in operations and sizes and are captured one by one, since their code "

@@ -368,7 +368,7 @@ class PlanBackend:
     def _record_of(self, structure: str) -> GraphRecord | None:
         """The plan's next graph of a structure. Layers of the same code are graphs of one structure, which
         Dynamo captures in their order: once for the planned shapes, and again for others."""
-        matching = [g for g in self._plan.graphs if g.structure == structure and not g.places]
+        matching = [g for g in self._plan.graphs if g.structure == structure]
         count = self._captured[structure]
         self._captured[structure] += 1
         if not matching:
