@@ -301,16 +301,6 @@ PATCHES = (
         "kernels would be compiled one by one, or for a count of bytes",
         "test_inductor_kernels",
     ),
-    Patch(
-        f"{_INDUCTOR}.dtype_propagation.DtypePropagationOpsHandler.__init__",
-        "time: the rules of all operators would be made for each kernel",
-        "test_inductor_remembered",
-    ),
-    *(
-        Patch(f"{_INDUCTOR}.{module}.{name}", "time: found anew for each use", "test_inductor_remembered")
-        for module in ("sizevars", "codegen.cpp")
-        for name in ("stride_at", "simplify_index_in_vec_range", "stride_at_vec_range")
-    ),
     # ---- Dynamo's handlers of functions, all of which stay ------------------------------------------------
     Patch(
         "handler: questions",
