@@ -93,7 +93,6 @@ PRIVATE_MODULES = {
     "torch._dynamo.variables.base": "the class of all variables",
     "torch._dynamo.variables.builder": "how a value becomes a variable",
     "torch._dynamo.variables.constant": "constants",
-    "torch._dynamo.variables.ctx_manager": "contexts",
     "torch._dynamo.variables.functions": "functions of the user's",
     "torch._dynamo.variables.higher_order_ops": "checkpoints",
     "torch._dynamo.variables.lazy": "variables that are made when asked for",

@@ -195,18 +195,6 @@ PATCHES = (
         for_good=True,
     ),
     Patch(
-        f"{_VARIABLES}.tensor.TensorVariable.call_method",
-        "an error of a matrix would be raised past the code that handles it",
-        "test_handled_errors",
-        for_good=True,
-    ),
-    Patch(
-        f"{_VARIABLES}.ctx_manager.InferenceModeVariable.create",
-        "a view in inference mode of what has a gradient ends all operators of the thread",
-        "test_process_settings",
-        for_good=True,
-    ),
-    Patch(
         f"{_VARIABLES}.tensor.TensorVariable.method_backward",
         "a backward inside of the forward would pass by hooks",
         "test_gradients_inside",
@@ -261,11 +249,6 @@ PATCHES = (
         "test_tangent_layouts",
     ),
     Patch(
-        "torch._higher_order_ops.effects.has_effects",
-        "operators with effects would get tokens as inputs that no caller knows",
-        "test_effects",
-    ),
-    Patch(
         "torch.fx.passes._tensorify_python_scalars._is_tensorify_enabled",
         "numbers of symbolic sizes would be tensors, which round otherwise",
         "test_gradients_at_other_sizes",
@@ -318,12 +301,6 @@ PATCHES = (
         "handler: settings",
         "a call that sets how PyTorch computes would run before or behind its graph",
         "test_process_settings",
-        for_good=True,
-    ),
-    Patch(
-        "handler: errors by data",
-        "an error of a matrix would be raised past the code that handles it",
-        "test_handled_errors",
         for_good=True,
     ),
     Patch(

@@ -16,11 +16,13 @@ from torch.fx import GraphModule
 
 from planner._torch import fake
 from planner._torch.autocast_state import AutocastState, autocast_state, under_autocast
+from planner._torch.dynamo import NOT_A_GRAPH
 from planner._torch.execution.checkpoints import as_written
 from planner._torch.execution.settings import default_dtype
 from planner._torch.joint import aot_metadata
 from planner._torch.joint.memory_layout import is_cut_out, is_part
 from planner._torch.module_paths import described_input
+from planner._torch.tracing.breaks.calls_left_out import refusal
 from planner._torch.tracing.hindrances import saved_tensors_are_changed
 from planner._torch.without_data import fake_values
 from planner.capture.graphs.arrival_order import RecordedArrivalOrder
@@ -125,7 +127,7 @@ class GraphRunner:
         self.gradients = TangentLayouts()
         self.structure = structure_of(graph)
         self._compiled: Callable[..., Any] | None = None
-        self._differentiated = differentiated_inputs(graph)
+        self._differentiated, self._refusal = differentiated_inputs(graph), refusal(graph)
         self._run_as_written = as_written(graph)
         self._lent_inputs = set[int]()
         self._traced_without: tuple[int, ...] = ()
@@ -156,6 +158,8 @@ class GraphRunner:
     def __call__(self, *args: Any) -> Any:
         if saved_tensors_are_changed():
             return tuple(self._run_as_written(*args))
+        if self._refusal is not None:
+            raise CaptureError(f"{self._refusal}. {NOT_A_GRAPH}")
         if may_be_connected_outside(args, self._differentiated):
             raise RuntimeError(CONNECTED_OUTSIDE)
         if self._compiled is not None:
