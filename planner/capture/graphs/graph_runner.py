@@ -16,7 +16,6 @@ from torch.fx import GraphModule
 
 from planner._torch import fake
 from planner._torch.autocast_state import AutocastState, autocast_state, under_autocast
-from planner._torch.dynamo import NOT_A_GRAPH
 from planner._torch.execution.checkpoints import as_written
 from planner._torch.execution.settings import default_dtype
 from planner._torch.joint import aot_metadata
@@ -28,6 +27,7 @@ from planner._torch.without_data import fake_values
 from planner.capture.graphs.arrival_order import RecordedArrivalOrder
 from planner.capture.graphs.copies_apart import copy_apart
 from planner.capture.graphs.recorded_graph import RecordedGraph
+from planner.capture.uncaptured import AROUND
 from planner.compiled.graph_hook import CompiledGraph
 from planner.errors import CaptureError
 from planner.graph.accumulation import is_sum
@@ -159,7 +159,7 @@ class GraphRunner:
         if saved_tensors_are_changed():
             return tuple(self._run_as_written(*args))
         if self._refusal is not None:
-            raise CaptureError(f"{self._refusal}. {NOT_A_GRAPH}")
+            raise CaptureError(f"{self._refusal}. {AROUND}")
         if may_be_connected_outside(args, self._differentiated):
             raise RuntimeError(CONNECTED_OUTSIDE)
         if self._compiled is not None:
