@@ -33,7 +33,6 @@ from tests import zoo
 _COUNTED: dict[str, tuple[Any, str, Callable[[Any], object]]] = {
     "views taken outside": (runners, "views_outside", lambda found: found is not None),
     "per-use gradients": (capture, "ask_for_per_use_gradients", bool),
-    "executions traced apart": (graph_runner.GraphRunner, "split", bool),
     "copies of what the forward overwrites": (graph_runner.GraphRunner, "written_inputs", bool),
     "gradients inside of the forward": (graph_runner, "differentiated_inputs", bool),
     "gradients that never arrive": (absent_gradients, "leave_out", lambda _: True),

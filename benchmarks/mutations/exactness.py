@@ -342,6 +342,21 @@ EXACTNESS = [
         ),
     ),
     Mutation(
+        "calls-left-to-replays",
+        "What fails for some data, as a matrix without an inverse, and inference mode are no part of graphs.",
+        "They are: errors are raised past the code that handles them.",
+        (
+            Change(
+                "planner/_torch/tracing/breaks/calls_left_out.py",
+                "if _REFUSED.fullmatch(name) and",
+                "if False and",
+            ),
+        ),
+        (
+            "tests/behaviour/paths/test_handled_errors.py::test_a_graph_of_it_is_refused[by_function-linalg_solve]",
+        ),
+    ),
+    Mutation(
         "settings-inside-a-forward",
         "A call inside a forward that sets how PyTorch computes ends a graph.",
         "Dynamo follows it, and what is computed behind it is not as it sets.",

@@ -71,37 +71,6 @@ IN_PLACE = [
         ("tests/graph/test_tangent_layouts.py::test_gradients_of_what_is_joined_are_taken_as_they_are",),
     ),
     Mutation(
-        "executions-apart",
-        "Layers of one graph whose gradients lie differently have a backward each that is traced for theirs.",
-        "All have that of most.",
-        (
-            Change(
-                "planner/capture/graphs/graph_runner.py",
-                "        for executions in self.gradients.groups()[1 : _MOST_VARIANTS + 1]:",
-                "        for executions in self.gradients.groups()[1:1]:",
-            ),
-        ),
-        ("tests/graph/test_tangent_layouts.py::test_executions_get_gradients_as_they_lie",),
-    ),
-    Mutation(
-        "executions-apart-in-order",
-        "Executions that are traced apart run in their places among the others.",
-        "They run after the others.",
-        (
-            Change(
-                "planner/runtime/executions.py",
-                "            found |= zip(graph.places, runs, strict=False)",
-                "            found |= zip(itertools.count(99), runs if graph.places else (), strict=False)",
-            ),
-            Change(
-                "planner/runtime/executions.py",
-                "    if len(numbers) > 1 and plan.step is not None:",
-                "    if False:",
-            ),
-        ),
-        ("tests/graph/test_tangent_layouts.py::test_executions_get_gradients_as_they_lie",),
-    ),
-    Mutation(
         "strides-at-other-sizes",
         "Where gradients have strides of their own, a graph is compiled for each shape.",
         "It is compiled for symbolic sizes, at which they are copied.",

@@ -153,18 +153,6 @@ PATCHES = (
         for_good=True,
     ),
     Patch(
-        f"{_DYNAMO}.symbolic_convert.InstructionTranslatorBase.run",
-        "a break ten calls below would be looked for once by each frame on the way",
-        "test_known_breaks",
-        for_good=True,
-    ),
-    Patch(
-        f"{_DYNAMO}.symbolic_convert.InstructionTranslatorBase.log_graph_break",
-        "the same: it notes where",
-        "test_known_breaks",
-        for_good=True,
-    ),
-    Patch(
         f"{_VARIABLES}.iter.DictViewIterator.reconstruct",
         "a break in a loop over an nn.ModuleDict could not go on",
         "test_long_loops",
@@ -192,18 +180,6 @@ PATCHES = (
         f"{_VARIABLES}.nn_module.UnspecializedNNModuleVariable.call_function",
         "regions, planned modules and cuDNN's recurrent layers would be traced into",
         "test_regions",
-        for_good=True,
-    ),
-    Patch(
-        f"{_VARIABLES}.tensor.TensorVariable.call_method",
-        "an error of a matrix would be raised past the code that handles it",
-        "test_handled_errors",
-        for_good=True,
-    ),
-    Patch(
-        f"{_VARIABLES}.ctx_manager.InferenceModeVariable.create",
-        "a view in inference mode of what has a gradient ends all operators of the thread",
-        "test_process_settings",
         for_good=True,
     ),
     Patch(
@@ -261,11 +237,6 @@ PATCHES = (
         "test_tangent_layouts",
     ),
     Patch(
-        "torch._higher_order_ops.effects.has_effects",
-        "operators with effects would get tokens as inputs that no caller knows",
-        "test_effects",
-    ),
-    Patch(
         "torch.fx.passes._tensorify_python_scalars._is_tensorify_enabled",
         "numbers of symbolic sizes would be tensors, which round otherwise",
         "test_gradients_at_other_sizes",
@@ -301,43 +272,6 @@ PATCHES = (
         "kernels would be compiled one by one, or for a count of bytes",
         "test_inductor_kernels",
     ),
-    Patch(
-        f"{_INDUCTOR}.dtype_propagation.DtypePropagationOpsHandler.__init__",
-        "time: the rules of all operators would be made for each kernel",
-        "test_inductor_remembered",
-    ),
-    *(
-        Patch(f"{_INDUCTOR}.{module}.{name}", "time: found anew for each use", "test_inductor_remembered")
-        for module in ("sizevars", "codegen.cpp")
-        for name in ("stride_at", "simplify_index_in_vec_range", "stride_at_vec_range")
-    ),
-    # ---- Inductor, for a GPU that is not here -------------------------------------------------------------
-    Patch("devices of Inductor", "it would ask a driver for the GPU's properties", "test_inductor_elsewhere"),
-    Patch("torch.cuda.get_device_properties", "the same", "test_inductor_elsewhere"),
-    Patch(
-        "torch._subclasses.fake_tensor.FakeTensor.is_cuda",
-        "attention without data would be lowered as one that is not on a GPU",
-        "test_inductor_elsewhere",
-    ),
-    Patch(
-        f"{_INDUCTOR}.scheduler.has_triton",
-        "it would ask for Triton and a driver, to emit the text of kernels",
-        "test_inductor_elsewhere",
-    ),
-    Patch("torch.utils._triton.triton_hash_with_backend", "the same", "test_inductor_elsewhere"),
-    Patch(
-        f"{_INDUCTOR}.utils.is_big_gpu",
-        "it would remember the GPU, for templates that are chosen by timing, which no plan for a GPU has",
-        "test_inductor_elsewhere",
-    ),
-    *(
-        Patch(
-            f"{_INDUCTOR}.{module}.needs_fallback_due_to_atomic_add_limitations",
-            "sums in bfloat16 by index would be kernels on GPUs that have none for them",
-            "test_inductor_elsewhere",
-        )
-        for module in ("utils", "lowering", "decomposition")
-    ),
     # ---- Dynamo's handlers of functions, all of which stay ------------------------------------------------
     Patch(
         "handler: questions",
@@ -355,12 +289,6 @@ PATCHES = (
         "handler: settings",
         "a call that sets how PyTorch computes would run before or behind its graph",
         "test_process_settings",
-        for_good=True,
-    ),
-    Patch(
-        "handler: errors by data",
-        "an error of a matrix would be raised past the code that handles it",
-        "test_handled_errors",
         for_good=True,
     ),
     Patch(

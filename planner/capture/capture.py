@@ -37,10 +37,9 @@ from planner.capture.decided_by_data import told_by_data
 from planner.capture.differences import notes_on, warn_of_cpu_kernels, warn_of_other_gradients
 from planner.capture.external_accumulation import ask_for_per_use_gradients
 from planner.capture.graphs.graph_runner import GraphRunner
-from planner.capture.graphs.runners import captured_graphs, collector, let_go, split_up
+from planner.capture.graphs.runners import captured_graphs, collector, let_go
 from planner.capture.module_calls import Bound, Marked, run_forward
 from planner.capture.on_a_copy import RunOfACopy, as_on_its_device, on_a_copy
-from planner.capture.recurrent_layers import RecurrentCalls
 from planner.errors import CaptureError, warn
 from planner.lowering.lowerings import chosen_lowering
 from planner.module_parts import buffers_of, parameters_of
@@ -256,7 +255,7 @@ class _Capture:
                 eager = self._recorded().recording
             recording = recorder.recording
         if self._cuda is not None:
-            warn_of_cpu_kernels(recording, (), module, self._recurrent, self._cuda, self._warn)
+            warn_of_cpu_kernels(recording, (), module, self._warn)
         self.report("captured", 1.0)
         return CapturedStep(
             [],
@@ -334,7 +333,7 @@ class _Capture:
         uncaptured.refuse_second_backwards(recording, [runner.graph for runner in runners])
         warn_of_other_gradients(recording, runners, self._with_gradients, self.copied, self._warn, regions)
         if self._cuda is not None:
-            warn_of_cpu_kernels(recording, runners, module, self._recurrent, self._cuda, self._warn)
+            warn_of_cpu_kernels(recording, runners, module, self._warn)
         report("captured", 1.0)
         ran = {e.graph.graph for e in recording.events if e.graph is not None}
         made = [runners[i].graph for i in sorted(ran)]
@@ -377,7 +376,6 @@ class _Capture:
         waiting, attempts, asked = list(runners), 1, False
         python: PythonState | None = None
         while True:
-            waiting = split_up(waiting, runners)
             traced = len(runners)
             self._trace(waiting, traced)
             if python is not None and attempts == _MOST_PASSES:
@@ -452,11 +450,7 @@ class _Capture:
         for runner in runners:
             runner.record_to(recorder)
         dispatched = dispatched_in_python() if self._cuda and not runners else lengths_are_read(not runners)
-        adding: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if not runners:
-            self._recurrent = RecurrentCalls(self.copied.module)
-            adding = self._recurrent.added_up()
-        with self._pass(doing), dispatched, adding, recorder:
+        with self._pass(doing), dispatched, recorder:
             for parameter, gradient in self.gradients.items():
                 parameter.grad = gradient
             kept = self.copied.step.run(marked, recorder.pause, recorder.note_sent)

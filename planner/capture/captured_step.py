@@ -1,7 +1,6 @@
 """The result of capturing: a step's recordings and graphs, and the note on a step without a loss."""
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,8 +30,6 @@ class CapturedGraph:
         passes_gradients: Whether gradients arrive at its outputs. Where there is no joint graph, these are
             views of its inputs.
         overwritten: Results that the step changes in place before their backward, by position.
-        places: Executions of another graph, of the same structure and occurrence, that this one stands for:
-            their gradients lie differently in memory. Empty for the graph that stands for the rest.
         split_runs: The modules that it computes in pieces, each with its number of rows.
     """
 
@@ -43,7 +40,6 @@ class CapturedGraph:
     joint: JointGraph | None = None
     passes_gradients: bool = False
     overwritten: frozenset[int] = frozenset()
-    places: tuple[int, ...] = ()
     split_runs: tuple[tuple[str, int], ...] = ()
 
 
@@ -84,27 +80,6 @@ class CapturedStep:
     uncompiled: list[str] = field(default_factory=list)
     overwritten: list[str] = field(default_factory=list)
     state_in_hooks: Sequence[torch.Tensor] = ()
-
-    def places_of(self, home: int, executions: Mapping[int, int]) -> dict[int, Sequence[int]]:
-        """The executions of a graph, divided among the graphs that stand for them.
-
-        Args:
-            home: The graph's index.
-            executions: How often each of the step's graphs runs, by index.
-
-        Returns:
-            By index of the graph that stands for them, the places of executions among all of this graph.
-        """
-        graph = self.graphs[home]
-        same = graph.structure, graph.occurrence
-        found: dict[int, Sequence[int]] = {
-            i: g.places
-            for i, g in enumerate(self.graphs)
-            if g.places and g.joint is not None and (g.structure, g.occurrence) == same
-        }
-        elsewhere = {place for places in found.values() for place in places}
-        own = (place for place in itertools.count() if place not in elsewhere)
-        return {home: [*itertools.islice(own, executions.get(home, 0))], **found}
 
 
 @dataclass(frozen=True)

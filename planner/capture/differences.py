@@ -8,10 +8,8 @@ import torch
 
 from planner._torch.execution.checkpoints import checkpoint_calls
 from planner._torch.tensors import hooks_after_accumulation
-from planner.capture.captured_step import CudaKernels
 from planner.capture.external_accumulation import reordered_views, sums_between_graphs
 from planner.capture.graphs.graph_runner import GraphRunner
-from planner.capture.recurrent_layers import RecurrentCalls
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING
 from planner.training_step.copies import StepCopy
 from planner.training_step.recorder import Recording
@@ -73,8 +71,6 @@ def warn_of_cpu_kernels(
     recording: Recording,
     runners: Sequence[GraphRunner],
     module: torch.nn.Module,
-    recurrent: RecurrentCalls,
-    cuda: CudaKernels,
     warn: Callable[[str], None],
 ) -> None:
     """Warn where a GPU would run another kernel than the planned one."""
@@ -86,7 +82,6 @@ def warn_of_cpu_kernels(
         warn(
             f"a GPU has kernels of its own for {', '.join(sorted(names))}; the plan counts the memory of "
             "the CPU's. Plan such a step where the GPU is"
-            + (f"; {recurrent}" if recurrent.kept_bytes and cuda.cudnn else "")
         )
 
 
@@ -98,7 +93,7 @@ def notes_on(runners: Sequence[GraphRunner], regions: bool) -> list[str]:
             f"{calls} calls of torch.utils.checkpoint in the model are captured like any code: "
             "what is recomputed is decided by the plan"
         )
-    alike = Counter((r.structure, *map(_shape, r.example_inputs)) for r in runners if not r.places)
+    alike = Counter((r.structure, *map(_shape, r.example_inputs)) for r in runners)
     if regions and (most := max(alike.values(), default=0)) >= _MANY_ALIKE:
         notes.append(
             f"{most} regions are alike in operations and sizes and are captured one by one, since their code "

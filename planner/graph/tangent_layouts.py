@@ -4,8 +4,7 @@ A backward that is traced for gradients of other strides than eager's sums over 
 """
 
 import functools
-from collections import Counter
-from collections.abc import Collection
+from collections import Counter, defaultdict
 
 import torch
 
@@ -32,7 +31,7 @@ class TangentLayouts:
         self.awaited: set[int] = set()
         self.received: set[int] = set()
         self.layouts: dict[int, MemoryLayout] = {}
-        self._arrived: dict[int, dict[int, list[_Arrived]]] = {}  # by output, and by execution
+        self._arrived = defaultdict[int, Counter[_Arrived]](Counter)  # how often each, by output
         self._aliases: list[tuple[int, torch.Tensor, int | None]] = []
         self._of_inputs: set[int] = set()
         self._parts: set[int] = set()
@@ -43,7 +42,6 @@ class TangentLayouts:
         output: int,
         tensor: torch.Tensor,
         *,
-        execution: int,
         of_input: bool,
         alone: bool,
         part: bool,
@@ -54,7 +52,6 @@ class TangentLayouts:
         Args:
             output: Its position.
             tensor: The output, as a tensor that nothing inside the graph uses.
-            execution: The execution of the graph in the step that it comes from.
             of_input: Whether it is a view of an input. Such views are taken outside of the graph, as without
                 a plan, unless one operation makes several of them.
             alone: Whether it shares no memory with an input or another output.
@@ -72,18 +69,16 @@ class TangentLayouts:
             self._parts.add(output)
         if cut:
             self._cut.add(output)
-        tensor.register_hook(functools.partial(self._receive, output, execution, memory_steps(tensor)))
+        tensor.register_hook(functools.partial(self._receive, output, memory_steps(tensor)))
 
-    def _receive(
-        self, output: int, execution: int, steps: tuple[int, ...], gradient: torch.Tensor | None
-    ) -> None:
+    def _receive(self, output: int, steps: tuple[int, ...], gradient: torch.Tensor | None) -> None:
         if gradient is None:  # a user's autograd function returned None
             return
         self.received.add(output)
         arrived = memory_steps(gradient)
         if 0 not in arrived:
             layout = None if arrived == steps else MemoryLayout.of(gradient)
-            self._arrived.setdefault(output, {}).setdefault(execution, []).append((arrived, layout))
+            self._arrived[output][arrived, layout] += 1
 
     def end(self) -> None:
         """Finish watching: the step is over.
@@ -96,42 +91,9 @@ class TangentLayouts:
         # Of two equally frequent layouts the output's own wins: copies of others take no memory for gaps.
         most = {
             output: max(counted, key=lambda arrived: (counted[arrived], arrived[1] is None))[1]
-            for output, counted in self._counted().items()
+            for output, counted in self._arrived.items()
         }
         self.layouts = {output: layout for output, layout in most.items() if layout is not None}
-
-    def groups(self) -> list[set[int]]:
-        """Groups of executions whose gradients have the same layouts, the largest group first.
-
-        An execution that got no gradient would fit any group, and is in none.
-        """
-        groups: list[tuple[dict[int, MemoryLayout | None], set[int]]] = []
-        by_execution: dict[int, dict[int, MemoryLayout | None]] = {}
-        for output, arrived in self._arrived.items():
-            for execution, gradients in arrived.items():
-                if output not in self._of_inputs:
-                    by_execution.setdefault(execution, {})[output] = gradients[0][1]
-        for execution, layouts in sorted(by_execution.items()):
-            for known, group in groups:
-                if all(known.get(output, layout) == layout for output, layout in layouts.items()):
-                    known.update(layouts)
-                    group.add(execution)
-                    break
-            else:
-                groups.append((layouts, {execution}))
-        return sorted((group for _, group in groups), key=len, reverse=True)
-
-    def taken_apart(self, executions: Collection[int]) -> "TangentLayouts":
-        """Move the gradients of some executions to a new object, which is returned."""
-        taken = TangentLayouts()
-        taken.awaited, taken._of_inputs = set(self.awaited), set(self._of_inputs)
-        taken._parts, taken._cut = set(self._parts), set(self._cut)
-        for output, arrived in self._arrived.items():
-            moved = {execution: arrived.pop(execution) for execution in executions if execution in arrived}
-            if moved:
-                taken._arrived[output] = moved
-        taken.received = set(self.received)
-        return taken
 
     def relaid(self, joint: JointGraph) -> int:
         """How many arrived gradients a traced backward may copy.
@@ -142,7 +104,7 @@ class TangentLayouts:
         traced = aot_metadata.gradients_of_outputs(joint.graph)
         return sum(
             count
-            for i, counted in self._counted().items()
+            for i, counted in self._arrived.items()
             if (i in traced or i not in self._of_inputs) and any(layout for _, layout in counted)
             for (steps, layout), count in counted.items()
             if (steps != memory_steps(traced[i]) if i in traced else self._is_relaid(i, layout))
@@ -157,14 +119,6 @@ class TangentLayouts:
         if layout is None or output in self._cut:
             return False
         return not (output in self._parts and layout.is_contiguous)
-
-    def _counted(self) -> dict[int, Counter[_Arrived]]:
-        """How often a gradient arrived in each way, by output."""
-        return {
-            output: Counter(each for gradients in arrived.values() for each in gradients)
-            for output, arrived in self._arrived.items()
-            if arrived
-        }
 
 
 def has_steps(tensor: torch.Tensor) -> bool:

@@ -53,10 +53,6 @@ class WrittenInPlace(GraphHook):
         with without_modes():
             self._probed.append(Watched(tensors))
 
-    def take_counted(self, other: "WrittenInPlace") -> None:
-        """Take over the notes that another hook made of the same graph."""
-        self._probed = other._probed
-
     def on_traced(self, traced: TracedGraph) -> None:
         self._positions = aot_metadata.output_positions(traced.joint, traced.forward_outputs)
         with without_modes():

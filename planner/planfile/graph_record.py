@@ -208,9 +208,8 @@ class GraphRecord(Program):
     )
     places: Listed[Index] = Field(
         default=[],
-        max_length=MOST_OPS,
-        description="empty for most. Else this record stands for some executions of the graph of the same "
-        "structure and occurrence, whose gradients have another memory layout: the numbers of these",
+        max_length=0,
+        description="empty. Plans of earlier releases listed executions that were graphs of their own",
     )
     unused_outputs: Listed[Index] = Field(
         max_length=MOST_OPS, description="outputs of the module that get no gradient"
@@ -288,10 +287,6 @@ class GraphRecord(Program):
         if self.occurrence >= max(self.occurrences, 1):
             raise InconsistentError(
                 f"occurrence {self.occurrence} of {self.occurrences}; they count from 0", "occurrence"
-            )
-        if self.places and len(self.places) != len(self.executions):
-            raise InconsistentError(
-                f"{len(self.places)} places of {len(self.executions)} executions", "places"
             )
         forward_length, count = self.forward_length, len(self.ops)
         for index, op in enumerate(self.ops[forward_length:], forward_length):

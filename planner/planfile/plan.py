@@ -228,11 +228,6 @@ class PlanRecord(Record):
         regions = self.model.regions
         if len(set(regions)) != len(regions):
             raise InconsistentError("a submodule is there twice", "model", "regions")
-        known = {(graph.structure, graph.occurrence) for graph in self.graphs if not graph.places}
-        for index, graph in enumerate(self.graphs):
-            if (graph.structure, graph.occurrence) not in known:
-                message = "it stands for executions of a graph that is not there"
-                raise InconsistentError(message, "graphs", index, "places")
         if self.step is not None:
             self._check_step(self.step)
         if (self.target.backend == "replay") != (self.replay is not None):

@@ -83,7 +83,6 @@ def graph_records(captured: CapturedStep, problem: Problem, solution: Solution) 
                 structure=captured_graph.structure,
                 occurrence=captured_graph.occurrence,
                 occurrences=captured_graph.occurrences,
-                places=list(captured_graph.places[: max(len(decided), 1)]),
                 unused_outputs=list(captured_graph.spec.unused_outputs),
                 per_use_inputs=sorted(captured_graph.spec.per_use_inputs),
                 handed_inputs=sorted(captured_graph.spec.handed_inputs),

@@ -9,6 +9,7 @@ from planner._torch.compat import graphs_are_off
 from planner._torch.distributed import holds_dtensors
 from planner._torch.dynamo import NOT_A_GRAPH
 from planner.capture.capture import Most
+from planner.capture.uncaptured import AROUND
 from planner.choices import BackendChoice
 from planner.errors import CaptureError, PlannerError, warn, warnings_collected
 from planner.parallel.strategies import FSDP2, read_parallel
@@ -78,7 +79,7 @@ def prepare(
         with warnings_collected() as told:
             graphs = by("eager", Most(MOST_GRAPHS, MOST_OPERATIONS))
     except CaptureError as error:
-        why = f"{error}".removesuffix(f". {NOT_A_GRAPH}")
+        why = f"{error}".removesuffix(f". {NOT_A_GRAPH}").removesuffix(f". {AROUND}")
     if graphs is not None:
         if graphs.captured.eager_operations:
             why = "parts of the forward are no graphs"

@@ -19,6 +19,7 @@ from planner._torch.execution.host_place import HostPlace
 from planner._torch.joint import aot
 from planner._torch.joint.graph_modules import tell_sizes_alone
 from planner._torch.module_paths import name_modules
+from planner._torch.tracing.breaks.calls_left_out import refusal
 from planner._torch.tracing.hindrances import saved_tensors_are_changed
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner.capture.uncaptured import AROUND
@@ -102,6 +103,8 @@ class PlanBackend:
 
     def __call__(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         call_what_was_captured(graph)
+        if (why := refusal(graph)) is not None:
+            raise CaptureError(why)
         if (model := self._model()) is not None:
             name_modules(graph, model)
             self._on_capture(model)
@@ -368,7 +371,7 @@ class PlanBackend:
     def _record_of(self, structure: str) -> GraphRecord | None:
         """The plan's next graph of a structure. Layers of the same code are graphs of one structure, which
         Dynamo captures in their order: once for the planned shapes, and again for others."""
-        matching = [g for g in self._plan.graphs if g.structure == structure and not g.places]
+        matching = [g for g in self._plan.graphs if g.structure == structure]
         count = self._captured[structure]
         self._captured[structure] += 1
         if not matching:

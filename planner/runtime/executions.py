@@ -6,7 +6,6 @@ captures the second one for any number, and from the next step on that capture m
 too.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +26,7 @@ class Alike:
         records: The plan's graphs.
         programs: The different programs of their executions.
         order: The program, by number, of each execution in the order of the step.
-        of_graph: The places in that order of each graph's executions, by the graph's occurrence. They include
-            executions that other graphs of the plan stand for.
+        of_graph: The places in that order of each graph's executions, by the graph's occurrence.
         last: The place of the last execution in this step that followed the program of its own graph.
         is_disordered: Whether executions have run in another order than planned. From then on all follow
             ``order``.
@@ -55,7 +53,7 @@ def _key(program: GraphRecord) -> tuple[Any, ...]:
 def alike(plan: PlanRecord, structure: str) -> Alike:
     """The executions that a plan has of the graphs of one structure."""
     numbers = [i for i, graph in enumerate(plan.graphs) if graph.structure == structure]
-    runs = [run for i in numbers if not plan.graphs[i].places for run in runs_of(plan, plan.graphs[i])]
+    runs = [(i, execution) for i in numbers for execution in range(len(plan.graphs[i].executions))]
     if len(numbers) > 1 and plan.step is not None:
         places = plan.step.places()
         if plan.graphs[numbers[0]].forward_length == 0:  # its forward only takes views: backwards alone count
@@ -75,21 +73,6 @@ def alike(plan: PlanRecord, structure: str) -> Alike:
         of_graph[plan.graphs[i].occurrence].append(len(order))
         order.append(number)
     return Alike([plan.graphs[i] for i in numbers], programs, order, of_graph, numbered)
-
-
-def runs_of(plan: PlanRecord, home: GraphRecord) -> list[tuple[int, int]]:
-    """The executions of a graph that Dynamo captures once: each as the index of a graph in the plan, and the
-    number of that graph's execution."""
-    found: dict[int, tuple[int, int]] = {}
-    own = []
-    for i, graph in enumerate(plan.graphs):
-        if (graph.structure, graph.occurrence) == (home.structure, home.occurrence):
-            runs = [(i, execution) for execution in range(len(graph.executions))]
-            found |= zip(graph.places, runs, strict=False)
-            own += [] if graph.places else runs
-    free = (place for place in itertools.count() if place not in found)
-    found |= zip(free, own, strict=False)
-    return [run for _, run in sorted(found.items())]
 
 
 class Executions:

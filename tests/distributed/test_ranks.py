@@ -23,7 +23,6 @@ OTHER: dict[str, Any] = {
     "structure": "6" * 64,
     "occurrence": 1,
     "occurrences": 2,
-    "places": [0],
     "unused_outputs": [1],
     "per_use_inputs": [0],
     "handed_inputs": [0],
@@ -38,7 +37,7 @@ OTHER: dict[str, Any] = {
     "ops": [op.model_copy(update={"name": "aten.relu.default"}) for op in GRAPH.ops],
 }
 """By field of a graph's record, another value for it."""
-SAYS_NOTHING = {"fingerprint": "e" * 64, "kept": []}
+SAYS_NOTHING = {"fingerprint": "e" * 64, "kept": [], "places": []}
 """Fields that nothing that runs depends on."""
 
 

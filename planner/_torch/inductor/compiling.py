@@ -30,7 +30,6 @@ from planner._torch.inductor.decompositions import decompositions
 from planner._torch.inductor.fusion import CHOICES, kernels_of_plans
 from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.inductor.kernels import kernels_compiled_together
-from planner._torch.inductor.remembered import work_remembered
 from planner._torch.patches import replaced
 from planner.choices import CUDA_GRAPHS
 from planner.errors import CompilerError
@@ -297,7 +296,6 @@ def _settings(options: Mapping[str, Any], fusion: Fusion) -> Iterator[None]:
         ),
         V.set_choices_handler(choices()),  # made already in this thread, perhaps, whatever the setting says
         kernels_of_plans(),
-        work_remembered(),
     ):
         yield
 

@@ -21,7 +21,7 @@ from planner._torch.compat import of_graphs
 from planner._torch.cuda.batch_norm import cudnn_as_eager
 from planner._torch.execution.decompositions import kernels_of_eager
 from planner._torch.fake import fake_mode, forget_real_tensors, storage_key, without_modes
-from planner._torch.joint.effects import refuse_tokens, without_tokens
+from planner._torch.joint.effects import refuse_effects
 from planner._torch.joint.graph_modules import tell_sizes_alone, written_when_needed
 from planner._torch.joint.in_place import results_in_place
 from planner._torch.joint.memory_layout import MemoryLayout
@@ -73,16 +73,20 @@ def compile_joint(
     def partition_fn(
         joint: torch.fx.GraphModule, _inputs: object, *, num_fwd_outputs: int, **_: object
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-        refuse_tokens(joint)
+        refuse_effects(joint)
         forward, backward = partition(joint, num_fwd_outputs)
         _donate_nothing(forward, num_fwd_outputs)
         return forward, backward
+
+    def inference(module: torch.fx.GraphModule, _inputs: object) -> BoxedFunction:
+        refuse_effects(module)
+        return _boxed(forward_compiler(module))
 
     tell_results_apart()
     backend = aot_autograd(
         fw_compiler=lambda gm, _inputs: _boxed(forward_compiler(gm)),
         bw_compiler=lambda gm, _inputs: _boxed(backward_compiler(gm)),
-        inference_compiler=lambda gm, _inputs: _boxed(forward_compiler(gm)),
+        inference_compiler=inference,
         partition_fn=partition_fn,
     )
     settings = functorch_config.patch(
@@ -101,7 +105,6 @@ def compile_joint(
         # Without it, a random operation whose result is not read is dropped, and later ones draw its numbers.
         stack.enter_context(inductor_config.patch(fallback_random=True))
         stack.enter_context(written_when_needed())
-        stack.enter_context(without_tokens())
         stack.enter_context(kernels_of_eager(keep=_HARMLESS_DECOMPOSITIONS))
         stack.enter_context(cudnn_as_eager())
         stack.enter_context(_deep_recursion())

@@ -21,11 +21,13 @@ from planner._torch.execution.settings import default_dtype
 from planner._torch.joint import aot_metadata
 from planner._torch.joint.memory_layout import is_cut_out, is_part
 from planner._torch.module_paths import described_input
+from planner._torch.tracing.breaks.calls_left_out import refusal
 from planner._torch.tracing.hindrances import saved_tensors_are_changed
 from planner._torch.without_data import fake_values
 from planner.capture.graphs.arrival_order import RecordedArrivalOrder
 from planner.capture.graphs.copies_apart import copy_apart
 from planner.capture.graphs.recorded_graph import RecordedGraph
+from planner.capture.uncaptured import AROUND
 from planner.compiled.graph_hook import CompiledGraph
 from planner.errors import CaptureError
 from planner.graph.accumulation import is_sum
@@ -44,9 +46,6 @@ from planner.hooks.written_in_place import WrittenInPlace
 from planner.lowering.lowerings import Lowering
 from planner.training_step.recorder import StepRecorder
 from planner.training_step.unseen_writes import in_memory_of_others
-
-_MOST_VARIANTS = 4
-"""The most further layouts of gradients that one graph is traced for; each takes as long as the first."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,6 @@ class GraphRunner:
 
     Attributes:
         structure: Digest of the graph, see :func:`structure_of`.
-        home: The index of the runner that Dynamo calls; its own index, unless it comes from :meth:`split`.
-        places: The executions of ``home`` that this runner runs; none for Dynamo's own runner.
         per_use_inputs: Positions of the inputs whose gradients are returned unsummed.
         spec: The specification that it was traced by, after :meth:`trace`.
         gradients: The gradients of its outputs in the probing pass. After :meth:`trace` its ``layouts`` are
@@ -130,13 +127,10 @@ class GraphRunner:
         self.gradients = TangentLayouts()
         self.structure = structure_of(graph)
         self._compiled: Callable[..., Any] | None = None
-        self._differentiated = differentiated_inputs(graph)
+        self._differentiated, self._refusal = differentiated_inputs(graph), refusal(graph)
         self._run_as_written = as_written(graph)
         self._lent_inputs = set[int]()
         self._traced_without: tuple[int, ...] = ()
-        self._calls = 0
-        self.home, self.places = index, tuple[int, ...]()
-        self._variants: dict[int, GraphRunner] = {}  # by execution
         self._recorded = RecordedGraph(index, lower, data=data)
         self.casts, self._written = AutocastCastCache(), WrittenInPlace(self._watch)
         self._order = RecordedArrivalOrder(lambda: self.recorder.pause() if self.recorder else nullcontext())
@@ -164,14 +158,12 @@ class GraphRunner:
     def __call__(self, *args: Any) -> Any:
         if saved_tensors_are_changed():
             return tuple(self._run_as_written(*args))
+        if self._refusal is not None:
+            raise CaptureError(f"{self._refusal}. {AROUND}")
         if may_be_connected_outside(args, self._differentiated):
             raise RuntimeError(CONNECTED_OUTSIDE)
         if self._compiled is not None:
-            compiled = self._variants.get(self._calls, self)._compiled
-            self._calls += 1
-            assert compiled is not None
-            return compiled(*args)
-        execution = len(self._recorded.known)
+            return self._compiled(*args)
         outputs = list(self._run_as_written(*args))
         self._recorded.known.append(fake_values.known_values(outputs))
         tensors = {i: a for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
@@ -187,7 +179,7 @@ class GraphRunner:
                 outputs[i] = copy_apart(tensor) if alone else torch.ops.aten.alias(tensor)
                 known = {"of_input": key in input_memory, "alone": alone, "part": is_part(tensor)}
                 cut = is_cut_out(tensor)
-                self.gradients.watch(i, outputs[i], execution=execution, cut=cut, **known)
+                self.gradients.watch(i, outputs[i], cut=cut, **known)
         self._written.probed(outputs)
         return tuple(outputs)
 
@@ -240,38 +232,7 @@ class GraphRunner:
 
     def record_to(self, recorder: StepRecorder) -> None:
         """Record the executions of the step that now begins."""
-        self._calls = 0
         self._recorded.begin(recorder)
-
-    def split(self, index: int) -> "list[GraphRunner]":
-        """New runners, numbered from ``index``, for executions whose gradients have other layouts than most.
-
-        Each is traced for its layouts. In the compiled pass this runner hands the executions to them.
-        """
-        if self._compiled is not None:
-            return []
-        self.gradients.end()
-        others: list[GraphRunner] = []
-        for executions in self.gradients.groups()[1 : _MOST_VARIANTS + 1]:
-            other = GraphRunner(
-                index + len(others),
-                self.graph,
-                self.example_inputs,
-                self._lower,
-                cuda=self._cuda,
-                data=self._data,
-            )
-            other.home, other.places = self.index, tuple(sorted(executions))
-            other._when_made = self._when_made
-            other.gradients = self.gradients.taken_apart(executions)
-            other._written.take_counted(self._written)
-            other._recorded.known = [self._recorded.known[i] for i in other.places]
-            self._variants |= dict.fromkeys(executions, other)
-            others.append(other)
-        self._recorded.known = [
-            known for i, known in enumerate(self._recorded.known) if i not in self._variants
-        ]
-        return others
 
     def trace(self) -> None:
         """Run AOTAutograd; from now on calls go to the recorded graph."""

@@ -1,4 +1,4 @@
-"""The runners of the graphs of one step: made by a Dynamo backend, split, described, emptied."""
+"""The runners of the graphs of one step: made by a Dynamo backend, described, emptied."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -21,34 +21,19 @@ def captured_graphs(runners: Sequence[GraphRunner], ran: Collection[int]) -> lis
         runners: All runners.
         ran: The indices of those that the recorded step ran.
     """
-    homes = {i: runners[i].home for i in ran}
-    alike = {
-        home: [k for k in sorted({*homes.values()}) if runners[k].structure == runners[home].structure]
-        for home in {*homes.values()}
-    }
+    alike = {i: [k for k in sorted(ran) if runners[k].structure == runners[i].structure] for i in ran}
     return [
         CapturedGraph(
             r.structure,
-            alike[r.home].index(r.home) if r.index in homes else 0,
-            len(alike[r.home]) if r.index in homes else 0,
+            alike[r.index].index(r.index) if r.index in ran else 0,
+            len(alike[r.index]) if r.index in ran else 0,
             r.spec,
-            r.joint if r.index in homes else None,
+            r.joint if r.index in ran else None,
             bool(r.gradients.received),
             r.overwritten_results,
-            r.places,
         )
         for r in runners
     ]
-
-
-def split_up(waiting: Iterable[GraphRunner], runners: list[GraphRunner]) -> list[GraphRunner]:
-    """The runners to trace: those that wait, and those split off them, which are added to ``runners``."""
-    to_trace = []
-    for runner in waiting:
-        others = runner.split(len(runners))
-        runners += others
-        to_trace += [runner, *others]
-    return to_trace
 
 
 def let_go(runners: Iterable[GraphRunner]) -> None:

@@ -15,7 +15,6 @@ from planner.planning.split import split_as
 from planner.problem.build import Problem
 from planner.problem.encodings import Name, packed_as
 from planner.problem.link import with_waits
-from planner.runtime.executions import runs_of
 from planner.runtime.remap import remap_schedule
 from solvers.model.arrays import Schedule
 from solvers.model.indices import BaseOp, RowId, numbered
@@ -39,17 +38,15 @@ def schedule_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedul
     prepared = split_as(plan, prepared)
     captured, sources = prepared.captured, prepared.problem.sources
     executions = Counter(graph for graph, _ in {(s.graph, s.instance) for s in sources})
-    homes = [i for i, g in enumerate(captured.graphs) if g.joint is not None and not g.places]
-    planned = [graph for graph in plan.graphs if not graph.places]
-    if len(homes) != len(planned):
-        raise PlanMismatch(f"it is captured as {len(homes)} graphs, the plan has {len(planned)}")
+    homes = [i for i, g in enumerate(captured.graphs) if g.joint is not None]
+    if len(homes) != len(plan.graphs):
+        raise PlanMismatch(f"it is captured as {len(homes)} graphs, the plan has {len(plan.graphs)}")
     decided: list[list[_Decided]] = [[] for _ in captured.graphs]
-    for home, graph in zip(homes, planned, strict=True):
-        programs = [plan.graphs[i].by_execution[n] for i, n in runs_of(plan, graph)]
-        for i, places in captured.places_of(home, executions).items():
-            joint = captured.graphs[i].joint
-            assert joint is not None
-            decided[i] = [_sequence(programs[min(place, len(programs) - 1)], joint) for place in places]
+    for i, graph in zip(homes, plan.graphs, strict=True):
+        joint, programs = captured.graphs[i].joint, graph.by_execution
+        assert joint is not None
+        runs = range(executions.get(i, 0))
+        decided[i] = [_sequence(programs[min(run, len(programs) - 1)], joint) for run in runs]
     masks, completed = set[Name](), dict[Name, Name]()
     for source in sources:
         if source.graph >= 0 and (runs := decided[source.graph]):

@@ -34,8 +34,7 @@ class FixedPoint(nn.Module):
                 found[0] = self.step(z, x)
                 moved[0] = found[0] - z
                 products = torch.einsum("kbd,lbd->bkl", moved, moved) + 1e-2 * torch.eye(4)
-                weights = torch.linalg.solve(products, torch.ones(len(x), 4, 1))[..., 0]
-                weights = weights / weights.sum(-1, keepdim=True)
+                weights = torch.softmax(products.sum(-1), -1)
                 z = torch.einsum("bk,kbd->bd", weights, found)
         return self.head(self.step(z, x)).square().mean()
 

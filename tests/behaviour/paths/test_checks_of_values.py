@@ -44,18 +44,12 @@ CHECKS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-IN_THE_GRAPH = (
-    "on the device",
-    "a factorisation",
-)  # other checks decide what runs, which Inductor's plans refuse
-
-
-@pytest.mark.graphs
 @pytest.mark.parametrize(
     ("kind", "backend"),
     [
-        *((kind, "eager") for kind in CHECKS),
-        *(pytest.param(kind, "inductor", marks=pytest.mark.heavy) for kind in IN_THE_GRAPH),
+        *((kind, "auto") for kind in CHECKS),
+        # Other checks decide what runs, which Inductor's plans refuse.
+        pytest.param("on the device", "inductor", marks=pytest.mark.heavy),
     ],
 )
 def test_a_step_ends_with_an_error_as_without_a_plan(kind: str, backend: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 import planner
-from planner.errors import PlanWarning
+from planner.errors import CaptureError, PlanWarning
 from tests.residual_block import Block
 from tests.side_by_side import assert_same, left_by, plan_of, steps
 
@@ -95,6 +95,21 @@ def test_an_error_that_depends_on_data(handled: Handled, scale: float) -> None:
         warnings.simplefilter("ignore", PlanWarning)  # the way that the plan has not seen
         ours = left_by(model, steps((x,), lr=0.0))
     assert_same(ours, left_by(twin, steps((x,), lr=0.0)))
+
+
+def in_inference_mode(a: torch.Tensor, other: nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        scale = a.view(-1).sin()
+    return other(a) * scale.clone().view_as(a)
+
+
+@pytest.mark.parametrize(
+    ("handled", "name"),
+    [(by_function, "linalg_solve"), (by_method, "inverse"), (in_inference_mode, "inference_mode")],
+)
+def test_a_graph_of_it_is_refused(handled: Handled, name: str) -> None:
+    with pytest.raises(CaptureError, match=rf"calls {name}\(\), which graphs leave to replays"):
+        plan_of(Handles(handled), (torch.eye(16),), backend="graph")
 
 
 @pytest.mark.parametrize("handled", [no_such_row, no_such_dimension, other_sizes])

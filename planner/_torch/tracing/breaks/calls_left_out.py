@@ -1,6 +1,6 @@
-"""Calls that no graph holds: Dynamo ends a graph before them, and the line runs as written.
+"""Calls that no graph holds: Dynamo ends a graph before them and the line runs as written, or it is refused.
 
-Such a line is a reason for ``backend="auto"`` to choose replay.
+Either is a reason for ``backend="auto"`` to choose replay.
 """
 
 import functools
@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import torch
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
-from torch._dynamo.variables.ctx_manager import InferenceModeVariable
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
@@ -32,10 +31,12 @@ _SETS = re.compile(
 _HOMES_OF_SETTINGS = re.compile(r"torch(\._C|\.backends\.\w+)?")
 
 # Names of functions that raise an error for some data only, as where a matrix has no inverse. A graph would
-# raise it where the graph runs, outside of the `try` around the call.
-_FAIL_BY_DATA = re.compile(
-    r"(linalg_)?(cholesky|inv|inverse|solve|solve_ex|eigh|eigvalsh|eig|eigvals|svd|svdvals|lstsq|pinv|pinverse"
-    r"|tensorinv|tensorsolve|ldl_factor|lu_factor|lu|qr|cond)|multinomial"
+# raise it where the graph runs, outside of a `try` around the call. And of what begins inference mode: a view
+# that AOTAutograd takes there of what has a gradient is an error, after which no operator runs in the thread
+# any more.
+_REFUSED = re.compile(
+    r"_enter_inference_mode|multinomial|(linalg_)?(cholesky|inv|inverse|solve|solve_ex|eigh|eigvalsh|eig|eigvals"
+    r"|svd|svdvals|lstsq|pinv|pinverse|tensorinv|tensorsolve|ldl_factor|lu_factor|lu|qr|cond)"
 )
 
 
@@ -44,12 +45,24 @@ def end_graph(kind: str, why: str) -> NoReturn:
     unimplemented(gb_type=kind, context="", explanation=why, hints=[])
 
 
+def refusal(graph: torch.fx.GraphModule) -> str | None:
+    """Why a graph of Dynamo's cannot do what eager does; None where it can."""
+    for part in graph.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            if node.op == "call_method":
+                name, home = str(node.target), "torch"
+            else:
+                name = getattr(node.target, "__name__", "")
+                home = getattr(node.target, "__module__", None) or "torch"
+            if _REFUSED.fullmatch(name) and home.partition(".")[0] == "torch":
+                return f"the forward calls {name.removeprefix('_enter_')}(), which graphs leave to replays"
+    return None
+
+
 @functools.cache
 def leave_out_calls(is_ours: IsOurs) -> None:
     """End graphs of captures of ours before such calls."""
     _leave_out_settings(is_ours)
-    _leave_out_inference_mode(is_ours)
-    _leave_out_handled_errors(is_ours)
     _leave_out_gradients(is_ours)
     _leave_out_writes_through_masks(is_ours)
     _leave_out_recurrent_layers(is_ours)
@@ -80,53 +93,6 @@ def _leave_out_settings(is_ours: IsOurs) -> None:
         if _SETS.fullmatch(name) and _HOMES_OF_SETTINGS.fullmatch(home):
             why = "a setting of PyTorch's", f"{name}() sets how PyTorch computes, for the whole process."
             _leave_out_where("settings", function, is_ours, lambda *_, why=why, **__: why)
-
-
-def _leave_out_inference_mode(is_ours: IsOurs) -> None:
-    """End a graph before ``torch.inference_mode()``.
-
-    A view that AOTAutograd takes there of what has a gradient is an error, after which no operator runs in
-    the thread any more.
-    """
-    create = InferenceModeVariable.create
-
-    def unless_on(tx: Any, mode: Any, **kwargs: Any) -> Any:
-        if mode and is_ours(tx):
-            end_graph("inference mode", "A part of the forward runs in inference mode.")
-        return create(tx, mode, **kwargs)
-
-    replace(InferenceModeVariable, "create", staticmethod(unless_on))
-
-
-def _leave_out_handled_errors(is_ours: IsOurs) -> None:
-    """End a graph where an error of a matrix may be handled, as by ``try: torch.linalg.cholesky(a)``."""
-
-    def refused(name: str, tx: Any, *_args: Any, **_kwargs: Any) -> tuple[str, str] | None:
-        why = f"{name}() may raise an error, for some data, that is handled here."
-        return ("an error that depends on data", why) if _is_handled(tx) else None
-
-    for function in list(get_torch_obj_rule_map()):
-        name, home = getattr(function, "__name__", ""), getattr(function, "__module__", None) or "torch"
-        if _FAIL_BY_DATA.fullmatch(name) and home.partition(".")[0] == "torch":
-            _leave_out_where("errors by data", function, is_ours, functools.partial(refused, name))
-    method = TensorVariable.call_method
-
-    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        why = refused(name, tx) if _FAIL_BY_DATA.fullmatch(name) and is_ours(tx) else None
-        if why is not None:
-            end_graph(*why)
-        return method(self, tx, name, args, kwargs)
-
-    replace(TensorVariable, "call_method", call_method)
-
-
-def _is_handled(tx: Any) -> bool:
-    """Whether the traced code, or what calls it, is in a ``try`` or ``with``, which may handle errors."""
-    while tx is not None:
-        if tx.current_instruction.exn_tab_entry is not None:
-            return True
-        tx = tx.parent
-    return False
 
 
 def _leave_out_gradients(is_ours: IsOurs) -> None:
