@@ -336,6 +336,19 @@ INSIDE = [
         ("tests/lazy/test_lazy.py::test_compiled_code_around_it_is_all_that_a_process_has_compiled",),
     ),
     Mutation(
+        "known-breaks",
+        "A call that breaks in a loop is known by how often the loop called before.",
+        "The first call of the loop is taken for the one that breaks.",
+        (
+            Change(
+                "planner/_torch/tracing/breaks/known_breaks.py",
+                "(known.code, known.offset, known.called, known.before) == call:",
+                "(known.code, known.offset, known.called) == call[:3]:",
+            ),
+        ),
+        ("tests/_torch/test_known_breaks.py::test_plans_are_those_of_finding_it_from_each_frame[_InALoop]",),
+    ),
+    Mutation(
         "compiled-by-others",
         "The user's own torch.compile works as before, whatever its backend.",
         "What asks whether a capture is ours needs backends that can be hashed.",

@@ -20,6 +20,7 @@ from torch._dynamo.utils import ExactWeakKeyDictionary
 from planner._torch.compat import of_graphs, takes_argument
 from planner._torch.layouts.shape_functions import layouts_of_kernels, widen_grouped_products
 from planner._torch.tracing.breaks.graph_breaks import reason_of_error
+from planner._torch.tracing.breaks.known_breaks import forget_known_breaks
 from planner._torch.tracing.callbacks import Callback, call_ours_in_any_stance
 from planner._torch.tracing.dynamo_patches import (
     go_on_inside_modules,
@@ -302,6 +303,7 @@ def _optimized(
     **options: Any,
 ) -> Callable[..., Any]:
     trace_like_eager(backend, compiling=compiling)
+    forget_known_breaks()
     widen_grouped_products()
     call_ours_in_any_stance()
     with switched_on():

@@ -26,6 +26,7 @@ from planner._torch.tracing.breaks.break_patches import (
     look_for_numbers_among_symbols,
 )
 from planner._torch.tracing.breaks.calls_left_out import leave_out_calls
+from planner._torch.tracing.breaks.known_breaks import break_where_it_broke
 from planner._torch.tracing.breaks.long_loops import (
     look_at_items_one_by_one,
     move_iterators_that_are_unpacked,
@@ -71,6 +72,7 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
     know_methods_by_name(_is_ours)
     look_at_items_one_by_one(_is_ours)
     move_iterators_that_are_unpacked(_is_ours)
+    break_where_it_broke(_is_ours)
 
 
 def end_graphs_at_plans() -> None:
