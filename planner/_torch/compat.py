@@ -82,6 +82,7 @@ PRIVATE_MODULES = {
     "torch._dynamo.config": "settings",
     "torch._dynamo.convert_frame": "the lock of all captures",
     "torch._dynamo.decorators": "breaks that are errors",
+    "torch._dynamo.device_interface": "what is asked of a GPU",
     "torch._dynamo.eval_frame": "callbacks, stances",
     "torch._dynamo.exc": "what ends a capture",
     "torch._dynamo.guards": "guards of inputs",
@@ -122,7 +123,9 @@ PRIVATE_MODULES = {
     "torch._inductor.decomposition": "its table of decompositions",
     "torch._inductor.exc": "a compiler that is not there",
     "torch._inductor.lowering": "operators that are called as they are",
+    "torch._inductor.runtime.hints": "properties of a GPU",
     "torch._inductor.scheduler": "the order of kernels",
+    "torch._inductor.utils": "what kernels a GPU lacks",
     "torch._inductor.virtualized": "what is being lowered",
     "torch._library.fake_class_registry": "objects of TorchScript without data",
     "torch._meta_registrations": "shapes of results",
@@ -149,6 +152,7 @@ PRIVATE_MODULES = {
     "torch.utils._mode_utils": "calls without modes",
     "torch.utils._python_dispatch": "modes that are on",
     "torch.utils._pytree": "trees of tensors",
+    "torch.utils._triton": "whether Triton is here",
 }
 """The modules of PyTorch of which we use private names, or which are private, and for what.
 

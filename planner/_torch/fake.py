@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner._torch.elsewhere import ModeElsewhere
 from planner._torch.tensors import dispatch_keys
 
 DataDependentError = DataDependentOutputException
@@ -24,9 +25,14 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def fake_mode_with_sizes() -> FakeTensorMode:
-    """The same, knowing of symbolic sizes, without which Inductor does not use its cache."""
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+def fake_mode_with_sizes(*, elsewhere: bool = False) -> FakeTensorMode:
+    """The same, knowing of symbolic sizes, without which Inductor does not use its cache.
+
+    Args:
+        elsewhere: Whether its tensors are on a GPU that is not here.
+    """
+    mode = ModeElsewhere if elsewhere else FakeTensorMode
+    return mode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
 class AnyNumber(TorchDispatchMode):

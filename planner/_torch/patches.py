@@ -284,6 +284,33 @@ PATCHES = (
         "kernels would be compiled one by one, or for a count of bytes",
         "test_inductor_kernels",
     ),
+    # ---- Inductor, for a GPU that is not here -------------------------------------------------------------
+    Patch("devices of Inductor", "it would ask a driver for the GPU's properties", "test_inductor_elsewhere"),
+    Patch("torch.cuda.get_device_properties", "the same", "test_inductor_elsewhere"),
+    Patch(
+        "torch._subclasses.fake_tensor.FakeTensor.is_cuda",
+        "attention without data would be lowered as one that is not on a GPU",
+        "test_inductor_elsewhere",
+    ),
+    Patch(
+        f"{_INDUCTOR}.scheduler.has_triton",
+        "it would ask for Triton and a driver, to emit the text of kernels",
+        "test_inductor_elsewhere",
+    ),
+    Patch("torch.utils._triton.triton_hash_with_backend", "the same", "test_inductor_elsewhere"),
+    Patch(
+        f"{_INDUCTOR}.utils.is_big_gpu",
+        "it would remember the GPU, for templates that are chosen by timing, which no plan for a GPU has",
+        "test_inductor_elsewhere",
+    ),
+    *(
+        Patch(
+            f"{_INDUCTOR}.{module}.needs_fallback_due_to_atomic_add_limitations",
+            "sums in bfloat16 by index would be kernels on GPUs that have none for them",
+            "test_inductor_elsewhere",
+        )
+        for module in ("utils", "lowering", "decomposition")
+    ),
     # ---- Dynamo's handlers of functions, all of which stay ------------------------------------------------
     Patch(
         "handler: questions",

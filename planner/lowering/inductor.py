@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_aggregate
 
 from planner._torch import fake, operators
+from planner._torch.elsewhere import DEVICE, named_anew
 from planner._torch.execution.mask_operators import MASKED_PRODUCT
 from planner._torch.execution.own_backwards import memory_format
 from planner._torch.execution.pooling_operators import GIVEN_TENSORS
 from planner._torch.inductor import compiling, random_operators
+from planner._torch.inductor.elsewhere import Gpu, lowered_for
 from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.inductor.order import FREED, KEPT, realize_in_place
 from planner._torch.joint.aot import BoxedFunction
@@ -64,6 +67,7 @@ def for_inductor(
     strides: Sequence[Strides | None] = (),
     *,
     in_order: bool = True,
+    elsewhere: bool = False,
 ) -> InductorGraph:
     """Trace a graph of operator calls with Inductor's decompositions.
 
@@ -72,6 +76,7 @@ def for_inductor(
         strides: Strides of its first inputs, where they differ from those that the graph was traced with.
         in_order: Whether a result is computed at its place in the graph where that frees memory earlier; if
             not, Inductor chooses the place of each.
+        elsewhere: Whether tensors on the CPU stand for those of a GPU that is not here.
 
     Raises:
         CaptureError: Its sizes are symbolic, or it has an operator that Inductor cannot run.
@@ -83,8 +88,8 @@ def for_inductor(
         raise CaptureError(
             "backend='inductor' compiles for shapes, not for symbolic sizes: plan for each shape"
         )
-    mode = fake.fake_mode_with_sizes()
-    inputs = _without_data(values, mode, strides)
+    mode = fake.fake_mode_with_sizes(elsewhere=elsewhere)
+    inputs = _without_data(values, mode, strides, elsewhere)
     positions = {node: i for i, node in enumerate(placeholders)}
     results: list[Any] = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
     aliases = {
@@ -94,7 +99,7 @@ def for_inductor(
     }
     laid_out = {i: value.stride() for i, j in aliases.items() if isinstance(value := inputs[j], torch.Tensor)}
     kept = _without_outputs(module, aliases.keys()) if aliases else module
-    emitter = _ForInductor(kept)
+    emitter = _ForInductor(kept, elsewhere)
 
     def function(*arguments: Any) -> list[Any]:
         emitter.token = None
@@ -109,6 +114,8 @@ def for_inductor(
     # them.
     as_traced = None if own is None else own - sum(i < own for i in aliases)
     traced = compiling.retrace(function, inputs, mode, as_traced)
+    if elsewhere:
+        named_anew(traced.graph)
     for node in traced.graph.nodes:
         if _is_sized_by_data(node):
             raise CaptureError(
@@ -135,7 +142,9 @@ def _of_type(result: Any, dtype: torch.dtype | None) -> Any:
     return result if dtype is None or not isinstance(result, torch.Tensor) else result.to(dtype)
 
 
-def _without_data(values: Sequence[Any], mode: Any, strides: Sequence[Strides | None]) -> list[Any]:
+def _without_data(
+    values: Sequence[Any], mode: Any, strides: Sequence[Strides | None], elsewhere: bool
+) -> list[Any]:
     """The values with their tensors in a fake mode, the first ones with given strides; others as they are."""
     made = []
     for i, value in enumerate(values):
@@ -143,11 +152,15 @@ def _without_data(values: Sequence[Any], mode: Any, strides: Sequence[Strides | 
         if not isinstance(value, torch.Tensor):
             made.append(value)
             continue
-        if other is None or other == value.stride():
-            made.append(fake.same_shape_in(mode, value, value.device))
+        device = DEVICE if elsewhere and value.device.type == "cpu" else value.device
+        if elsewhere and value.device.type == "meta":  # a state of generators, which is on the host
+            with mode:
+                made.append(torch.empty(rng.generator_state_bytes("cuda"), dtype=value.dtype, device="cpu"))
+        elif other is None or other == value.stride():
+            made.append(fake.same_shape_in(mode, value, device))
         else:
             with mode:
-                made.append(torch.empty_strided(value.shape, other, dtype=value.dtype, device=value.device))
+                made.append(torch.empty_strided(value.shape, other, dtype=value.dtype, device=device))
     return made
 
 
@@ -232,21 +245,31 @@ def _without_outputs(module: GraphModule, gone: Any) -> GraphModule:
 class _ForInductor(Interpreter):
     """Interprets a graph with the operators that Inductor is to see.
 
+    Args:
+        elsewhere: Whether the CPU that the graph names stands for a GPU that is not here.
+
     Attributes:
         token: The token for the next draw; None before the first.
     """
 
     token: Any = None
 
+    def __init__(self, module: GraphModule, elsewhere: bool) -> None:
+        super().__init__(module)
+        self._elsewhere = elsewhere
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if self._elsewhere:
+            args, kwargs = map_aggregate((args, kwargs), _on_gpu)
         if target is rng.generator_state:
-            devices, index = args
+            devices, index = self._generators(*args)
             size = rng.state_bytes(devices)
             reader = random_operators.saved_state(rng.generator_state, size, devices, index)
             state, self.token = reader(self._token())
             return state
         if target is rng.run_from_state:
             state, devices, index, operator, *rest = args
+            devices, index = self._generators(devices, index)
             again = random_operators.from_state(operator, rng.run_from_state, devices, index)
             return again(state, *rest, **kwargs)
         if target is MASKED_PRODUCT:
@@ -266,8 +289,15 @@ class _ForInductor(Interpreter):
             return results[0] if operators.returns_one(target) else tuple(results)
         return super().call_function(target, args, kwargs)
 
+    def _generators(self, devices: str, index: int | None) -> tuple[str, int | None]:
+        return (DEVICE.type, DEVICE.index) if self._elsewhere else (devices, index)
+
     def _token(self) -> Any:
         return random_operators.first_token() if self.token is None else self.token
+
+
+def _on_gpu(value: Any) -> Any:
+    return DEVICE if isinstance(value, torch.device) else value
 
 
 def as_given(function: BoxedFunction, graph: InductorGraph) -> BoxedFunction:
@@ -327,15 +357,19 @@ class InductorLowering:
     Args:
         options: Options of Inductor, as ``torch.compile(options=)`` takes them.
         fusion: Which fusions it allows, see :data:`planner._torch.inductor.fusion_names.Fusion`.
+        gpu: The GPU to emit programs for, if it is not here: tensors on the CPU then stand for its own.
 
     Attributes:
         fusion: As given.
         digests: The digest of the first compiled program of each half.
     """
 
-    def __init__(self, options: Mapping[str, Any], fusion: Fusion = "in-order") -> None:
+    def __init__(
+        self, options: Mapping[str, Any], fusion: Fusion = "in-order", gpu: Gpu | None = None
+    ) -> None:
         self._options = dict(options)
         self.fusion = fusion
+        self._gpu = gpu
         self.digests: dict[Role, str] = {}
         self._results: Sequence[Strides | None] = ()  # strides of the results of the last lowered forward
 
@@ -359,8 +393,9 @@ class InductorLowering:
             CaptureError: Inductor cannot lower it.
         """
         try:
-            graph = self._graph(module, role)
-            program = compiling.emitted(*self._arguments(graph), **self._keywords(role))
+            with lowered_for(self._gpu):
+                graph = self._graph(module, role)
+                program = compiling.emitted(*self._arguments(graph), **self._keywords(role))
             self._returns(graph, role, program.strides)
         except PlannerError:
             raise
@@ -370,11 +405,16 @@ class InductorLowering:
                 "plan with backend='eager'"
             ) from error
         values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
-        inputs = _without_data(values, graph.mode, self._saved(module, role))
+        inputs = _without_data(values, graph.mode, self._saved(module, role), self._gpu is not None)
         return program, as_given(program.run, graph), inputs
 
     def _graph(self, module: GraphModule, role: Role) -> InductorGraph:
-        return for_inductor(module, self._saved(module, role), in_order=self.fusion != "anywhere")
+        return for_inductor(
+            module,
+            self._saved(module, role),
+            in_order=self.fusion != "anywhere",
+            elsewhere=self._gpu is not None,
+        )
 
     def _returns(self, graph: InductorGraph, role: Role, found: Sequence[Strides | None]) -> None:
         """Note the strides of a forward's results: Inductor copies some views, in other strides."""

@@ -39,12 +39,8 @@ def check_offload(options: PlanOptions, device: Device) -> None:
         )
 
 
-def check_unproven(options: PlanOptions, device: Device, *, at_hand: bool) -> None:
-    """See that what has never run on a GPU is asked for on purpose, and Inductor's programs on their device.
-
-    Args:
-        options, device: What is planned, and the device.
-        at_hand: Whether it is the device that the module is on.
+def check_unproven(options: PlanOptions, device: Device) -> None:
+    """See that what has never run on a GPU is asked for on purpose.
 
     Raises:
         OptionError: It is not.
@@ -62,11 +58,6 @@ def check_unproven(options: PlanOptions, device: Device, *, at_hand: bool) -> No
         raise OptionError(
             f"backend_options= has {timed[0]!r}: expected none of {', '.join(TIMED)} on a GPU, where timing "
             "would choose kernels whose memory a plan cannot know; leave it out"
-        )
-    if options.backend == "inductor" and not at_hand:
-        raise OptionError(
-            f"backend='inductor' emits programs for the device that the module is on, not for {device.name}: "
-            "plan with backend='eager', or where that device is"
         )
 
 

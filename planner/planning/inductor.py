@@ -9,7 +9,10 @@ left.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from planner._torch.inductor.elsewhere import Gpu
 from planner._torch.inductor.fusion_names import Fusion
+from planner.costs.cuda_scratch import cuda_scratch
+from planner.costs.cuda_scratch.processors import processor_of
 from planner.errors import PlannerError
 from planner.lowering.inductor import InductorLowering
 from planner.planning.prepared import Prepared
@@ -36,6 +39,9 @@ that another way takes."""
 _LEAST_FACTORS = (1.1, 1.25, 1.5)
 """For the least peak: further allowances that are tried, as multiples of the least that the solver knows."""
 
+_OLDEST = (7, 0)
+"""The compute capability from which on Triton has kernels."""
+
 _AS_SOLVED = 1.01
 """Programs that peak within this factor of the solver's prediction count as predicted by it."""
 
@@ -52,8 +58,9 @@ def emitted_model(prepared: Prepared, fusion: Fusion = "in-order") -> EmittedSte
     """The model that predicts the memory of a step's schedules under Inductor, for a way to fuse.
 
     Raises:
-        PlannerError: The step needs data to be captured.
+        PlannerError: Inductor emits no programs for the device here, or the step needs data to be captured.
     """
+    gpu = None if prepared.meter is not None else _gpu(prepared)
     if prepared.captured.with_data:
         raise PlannerError(
             "backend='inductor' needs a step in which neither what runs nor sizes depend on data; plan "
@@ -66,11 +73,34 @@ def emitted_model(prepared: Prepared, fusion: Fusion = "in-order") -> EmittedSte
         prepared.emitted_models[key] = EmittedStepModel(
             prepared.captured,
             prepared.device,
-            prepared.meter,
-            InductorLowering(options.backend_options, fusion),
+            prepared.meter or cuda_scratch(prepared.device),
+            InductorLowering(options.backend_options, fusion, gpu),
             copying=copying,
         )
     return prepared.emitted_models[key]
+
+
+def _gpu(prepared: Prepared) -> Gpu:
+    """The properties that Inductor reads of the GPU that is planned for, which is not here."""
+    device = prepared.device
+    processor = processor_of(device)
+    if device.kind != "cuda" or not device.cudnn or processor.capability < _OLDEST:
+        raise PlannerError(
+            "backend='inductor' plans for the CPU of this machine, and for NVIDIA's GPUs from compute "
+            f"capability 7.0 on, not for {device.name}; plan with backend='eager'"
+        )
+    if prepared.cuda is None:
+        raise PlannerError(
+            f"backend='inductor' plans for {device.name}, which is not here, with a module on the CPU or the "
+            "meta device, not on another GPU; plan with model.to('meta')"
+        )
+    return Gpu(
+        device.name,
+        *processor.capability,
+        processor.multiprocessors,
+        processor.threads,
+        device.memory_bytes,
+    )
 
 
 def solve_for_inductor(

@@ -198,7 +198,7 @@ def _where(model: torch.nn.Module, step: Step, options: PlanOptions) -> _Where:
     at_hand = here.type in ("cpu", "cuda") and same_processor(target, find_device(None, here))
     check_costs(options.costs, here, target, at_hand=at_hand)
     check_offload(options, target)
-    check_unproven(options, target, at_hand=at_hand)
+    check_unproven(options, target)
     if target.kind == here.type:
         check_compiler(options, target)
     if target.kind == "cuda" and here.type != "cuda":

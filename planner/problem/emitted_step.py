@@ -18,6 +18,7 @@ from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.inductor.random_operators import FROM_STATE, IN_ORDER
 from planner.capture.captured_step import CapturedStep
 from planner.capture.graphs.graph_call import GraphCall
+from planner.costs.cuda_scratch import CudaScratch
 from planner.costs.devices import Device, round_bytes
 from planner.costs.eager_timeline import allocated_bytes, real_sizes
 from planner.costs.workspace import NOT_RUN, OpMemory, WorkspaceMeter
@@ -80,14 +81,14 @@ class EmittedStepModel:
     Args:
         captured: The step.
         device: For rounding.
-        meter: Measures the workspace of kernels; None counts none.
+        meter: Measures the workspace of kernels, or has formulas for it; None counts none.
         lowering: Emits the programs.
         copying: Whether re-runs read copies of inputs.
     """
 
     captured: CapturedStep
     device: Device
-    meter: WorkspaceMeter | None
+    meter: WorkspaceMeter | CudaScratch | None
     lowering: "InductorLowering"
     copying: bool = False
     _programs: dict[tuple[int, Program], tuple[EmittedRun, EmittedRun]] = field(default_factory=dict)

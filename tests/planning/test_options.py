@@ -122,7 +122,6 @@ def test_a_file_without_a_name_is_refused() -> None:
     [
         ({"backend": "cudagraphs"}, "expected unproven=True"),
         ({"backend": "inductor", "device": "H100"}, "expected unproven=True for H100"),
-        ({"backend": "inductor", "device": "H100", "unproven": True}, "that the module is on, not for H100"),
         ({"backend": "cudagraphs", "unproven": 1}, "unproven=1: expected True or False"),
         ({"backend": "cudagraphs", "unproven": True, "parallel": "ddp:2"}, "parallel=: expected none"),
         (

@@ -28,15 +28,26 @@ def layouts_of_cuda(*, cudnn: bool) -> Iterator[None]:
         cudnn: Whether the device is one that cuDNN runs on.
     """
     hint: Any = _meta_registrations.device_hint
+    with (
+        replaced(_meta_registrations, {"device_hint": _as_cuda(hint)}),
+        convolutions_of_cuda(cudnn=cudnn),
+        cpu_stands_for_cuda(_CORRECTIONS, (cudnn, torch.backends.cudnn.enabled)),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def convolutions_of_cuda(*, cudnn: bool) -> Iterator[None]:
+    """A context in which results of convolutions without data have the strides of a CUDA device's kernels.
+
+    Args:
+        cudnn: Whether the device is one that cuDNN runs on.
+    """
 
     def of_convolution(image: torch.Tensor, weight: torch.Tensor, _backend: object) -> torch.memory_format:
         return _format_of_cudnn(image, weight) if cudnn else torch.contiguous_format
 
-    with (
-        replaced(_meta_registrations, {"device_hint": _as_cuda(hint)}),
-        replaced(torch._C, {"_conv_determine_backend_memory_format": of_convolution}),
-        cpu_stands_for_cuda(_CORRECTIONS, (cudnn, torch.backends.cudnn.enabled)),
-    ):
+    with replaced(torch._C, {"_conv_determine_backend_memory_format": of_convolution}):
         yield
 
 

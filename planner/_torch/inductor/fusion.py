@@ -18,6 +18,7 @@ from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.scheduler import Scheduler
 from torch._inductor.virtualized import V
 
+from planner._torch.inductor.elsewhere import LOWERED_FOR
 from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.inductor.memory import HeldByLine, Moments, bytes_of
 from planner._torch.patches import replaced
@@ -91,7 +92,7 @@ class ChoicesOfPlans(InductorChoices):
     def uuid(self) -> str:
         """For the key of Inductor's cache: a program of another version of this library, or for another GPU,
         is not taken."""
-        return f"planner: {_digest_of_sources()}, {self.fusion}"
+        return f"planner: {_digest_of_sources()}, {self.fusion}, {LOWERED_FOR.get()}"
 
 
 class _Earlier(ChoicesOfPlans):

@@ -7,6 +7,7 @@ import torch
 import torch._subclasses.fake_tensor as fake_tensors
 from torch._subclasses.fake_tensor import FakeTensor
 
+from planner._torch.elsewhere import ModeElsewhere
 from planner._torch.tensors import dispatch_keys
 
 ASKS_FOR_DEVICE = torch.ops.prim.device.default
@@ -53,5 +54,8 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 
 def device_asked_for(args: Sequence[Any]) -> torch.device:
     """The result of :data:`ASKS_FOR_DEVICE`, by its arguments."""
-    device: torch.device = fake_tensors._device_handler(args)
+    mode = args[0].fake_mode
+    device: torch.device = (
+        mode.told(args[0]) if isinstance(mode, ModeElsewhere) else fake_tensors._device_handler(args)
+    )
     return device
