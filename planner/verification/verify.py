@@ -255,6 +255,7 @@ def _report(
     peaks: tuple[MemoryMeasurement, MemoryMeasurement],
     times: tuple[list[float], list[float]],
 ) -> Report:
+    """The findings; of `peaks` and `times` the first is of unplanned steps, the second of planned ones."""
     reference, planned, spread, yardstick = compared
     baseline_peak, peak = peaks
     problems: list[str] = []
