@@ -1,6 +1,5 @@
 """A small timeline as SVG, for a notebook: no script, no library."""
 
-import itertools
 from html import escape
 
 from planner.planfile.budget import format_bytes
@@ -58,4 +57,4 @@ def _path(timeline: Timeline, top: float) -> str:
         f"V {_HEIGHT * (1 - size / top):.1f} H {end:.1f}"
         for size, end in zip(timeline.bytes, ends, strict=True)
     )
-    return " ".join(itertools.chain([f"M {_LEFT} {_HEIGHT}"], steps))
+    return " ".join([f"M {_LEFT} {_HEIGHT}", *steps])

@@ -485,7 +485,7 @@ def _device(value: Any) -> torch.device | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a number, None, or a strided tensor, of no subclass, whose values lie in memory."""
+    """Whether a value is a number, None, or a strided tensor or parameter with its values in memory."""
     if isinstance(value, Tensor):
         lazy = value.is_conj() or value.is_neg()  # what lies there is not the value
         return type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and not lazy

@@ -230,7 +230,7 @@ def _compare(
         options = None
         if plan.target.backend == "inductor":
             given = plan.target.backend_options.items()
-            options = {name: value for name, value in given if name != CUDA_GRAPHS}  # which changes no bit
+            options = {name: value for name, value in given if name != CUDA_GRAPHS}  # it runs once
         yardstick = Yardstick(model, step, options, steps.restore, reference)
     steps.outcome(planned=True)  # the first planned step captures, and is not compared
     planned = steps.outcome(planned=True)
@@ -269,6 +269,7 @@ def _report(
     peaks: tuple[MemoryMeasurement, MemoryMeasurement],
     times: tuple[list[float], list[float]],
 ) -> Report:
+    """The findings; of `peaks` and `times` the first is of unplanned steps, the second of planned ones."""
     reference, planned, spread, yardstick = compared
     baseline_peak, peak = peaks
     problems: list[str] = []
