@@ -354,3 +354,17 @@ def test_a_mask_decides_without_a_run(full: bool) -> None:
     names = {op.name for g in captured.graphs if g.joint is not None for op in g.joint.ops}
     assert ("aten.gelu.default" in names) == full
     planned(built)
+
+
+def test_a_result_and_parts_of_it_without_a_gradient_need_no_data() -> None:
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            found = self.linear(x).exp()
+            return found, found[:2].detach(), found.detach()
+
+    captured = capture(Detached(), Step((torch.randn(4, 8),), {}))
+    assert not captured.with_data
