@@ -23,6 +23,7 @@ from planner.module_copies import IMMUTABLE, attribute_of, copied_module, holdin
 from planner.module_parts import buffers_of, parameters_of, parts_of, tensors_of
 from planner.training_step.arrivals.copied import CopiedHooks
 from planner.training_step.arrivals.on_copies import put_hooks_on_copies
+from planner.training_step.python_state import is_of_users
 from planner.training_step.step import NESTED, Loss, Step, map_tensors, tensors_in
 from planner.training_step.user_lines import line_of
 
@@ -197,7 +198,9 @@ def _given_to(
     others = dict(zip(parts_of(module), parts_of(copied), strict=False))
 
     def given(value: Any) -> Any:
-        return tensor(value) if isinstance(value, torch.Tensor) else holding(value, others)
+        if isinstance(value, torch.Tensor):
+            return tensor(value)
+        return holding(value, others) if is_of_users(value) else value
 
     return pytree.tree_map(given, (step.args, dict(step.kwargs)))
 
