@@ -53,8 +53,11 @@ def step(
     The plan covers all that the function does with the models among its arguments: several calls of one
     model, several models, losses that need both, autocast regions. An argument may be a model, or a tuple,
     list or mapping of models; each set of models gets a plan. While no model trains, or without gradients,
-    the function runs as it is. The loop calls ``backward()`` and steps the optimizers. A model may be wrapped
-    in ``DistributedDataParallel``: the function then gets the module inside, and runs within the wrapper's
+    the function runs as it is. Pass it its batches: one that takes them from an iterator is not planned, as
+    planning would use them up. Models that only objects among its arguments have are not counted.
+
+    The loop calls ``backward()`` and steps the optimizers. A model may be wrapped in
+    ``DistributedDataParallel``: the function then gets the module inside, and runs within the wrapper's
     forward, which prepares the reduction.
 
     Args:
