@@ -184,12 +184,13 @@ def sweep(
         "sweep", SplitKeywords, options, time_limit=time_limit, keep=keep, recompute=recompute
     )
     report = progress or no_report
+    named: list[Any] | None = None
     if budgets is not None:
         one = isinstance(budgets, str) or not isinstance(budgets, Iterable)
-        budgets = [budgets] if one else list(budgets)
-    for budget in budgets or ():
+        named = [budgets] if one else list(budgets)  # type: ignore[arg-type]
+    for budget in named or ():
         parse_budget(budget, 2**60)
-    if budgets == []:
+    if named == []:
         raise BudgetError("sweep needs a budget: leave budgets= out for points=20 of them, or name some")
     step = read_step(model, args, kwargs, given.loss, given.outputs, of="sweep")
     prepared = captured.prepare(
@@ -203,13 +204,13 @@ def sweep(
     def insisted(graph: Graph) -> Constraints:
         return select(graph, keep=keep, recompute=recompute, modules=dict(model.named_modules()))
 
-    wanted = [prepared.budget(b) for b in budgets or ()]
+    wanted = [prepared.budget(b) for b in named or ()]
     if given.split != "none":
         made = swept_in_pieces(prepared, wanted, points, lambda text, share: report(text, 0.4 + 0.6 * share))
         return sorted(map(Plan.of, made), key=lambda p: -(p.target.budget_bytes or p.predicted.peak_bytes))
     end = time.perf_counter() + time_limit
     known = []
-    if budgets is None:
+    if named is None:
         least = portfolio.solve(
             graph, None, time_limit=time_limit / 4, constraints=insisted(graph), effort=given.effort
         )

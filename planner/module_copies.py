@@ -153,6 +153,17 @@ def referring_to(function: Any, others: Mapping[torch.nn.Module, torch.nn.Module
     return _Referring(others)(function)
 
 
+def holding(value: Any, others: Mapping[torch.nn.Module, torch.nn.Module]) -> Any:
+    """A copy of an object, of the same attributes, that has other modules among them; the object itself if it
+    has none of them.
+
+    Args:
+        value: The object, which is not changed.
+        others: By module: the one to have instead.
+    """
+    return _Referring(others)._holding(value)
+
+
 class _Referring:
     """Makes functions that refer to other modules; each once, as they may refer to each other.
 

@@ -19,9 +19,8 @@ HOLDS_PARAMETERS = Change(
 )
 TRAINS_ALL = Change(
     "planner/training_step/copies.py",
-    "    args, kwargs = map_tensors(faked, (step.args, dict(step.kwargs)))\n",
-    "    copied.requires_grad_(True)\n"
-    "    args, kwargs = map_tensors(faked, (step.args, dict(step.kwargs)))\n",
+    "    args, kwargs = _given_to(copied, module, step, faked)\n",
+    "    copied.requires_grad_(True)\n    args, kwargs = _given_to(copied, module, step, faked)\n",
 )
 
 

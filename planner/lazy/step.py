@@ -12,13 +12,15 @@ import torch
 
 from planner._torch import pytree
 from planner.blocks.replay import from_around, inner_function
-from planner.errors import CaptureError, SkippedStep
+from planner.errors import CaptureError, SkippedStep, warn
 from planner.lazy.auto_checkpoint import auto_checkpoint
 from planner.lazy.wrapped import call_inside, sequence_like, without_wrapper, without_wrappers
+from planner.module_parts import parameters_of, parts_of
 from planner.planning.options import PlanKeywords, shows_options
 from planner.progress import Progress
 from planner.runtime.install import installed_plan
 from planner.runtime.shapes.policy import OnNewShape
+from planner.training_step.python_state import is_of_users, names_attribute
 from planner.training_step.step import find_loss
 from planner.training_step.wrappers import refuse_without_shape, refuse_wrappers
 from planner.user_plan import Plan
@@ -51,8 +53,11 @@ def step(
     The plan covers all that the function does with the models among its arguments: several calls of one
     model, several models, losses that need both, autocast regions. An argument may be a model, or a tuple,
     list or mapping of models; each set of models gets a plan. While no model trains, or without gradients,
-    the function runs as it is. The loop calls ``backward()`` and steps the optimizers. A model may be wrapped
-    in ``DistributedDataParallel``: the function then gets the module inside, and runs within the wrapper's
+    the function runs as it is. Pass it its batches: one that takes them from an iterator is not planned, as
+    planning would use them up. Models that only objects among its arguments have are not counted.
+
+    The loop calls ``backward()`` and steps the optimizers. A model may be wrapped in
+    ``DistributedDataParallel``: the function then gets the module inside, and runs within the wrapper's
     forward, which prepares the reduction.
 
     Args:
@@ -122,6 +127,7 @@ class PlannedStep:
         run = self._runs.get(key)
         if run is None:
             run = _made(function, held)
+            _look_for_others(function, run, (data, named))
             auto_checkpoint(run, loss=_loss_of(function), **self._options)
             _held_by(run.models[0]).setdefault(self, []).append(run)
             self._runs[key] = run
@@ -217,6 +223,21 @@ def _split(
             refuse_without_shape(without_wrapper(model), "pass")
             refuse_wrappers(without_wrapper(model), "pass")
     return held, data, named
+
+
+def _look_for_others(function: TrainStep, run: _Step, given: Any) -> None:
+    """Warn of models that a step uses and that are attributes of its arguments: they are not counted."""
+    plain, own = inner_function(function), set(parts_of(run))
+    for holder in filter(is_of_users, pytree.tree_leaves(given)):
+        for name, value in vars(holder).items():
+            if not isinstance(value, torch.nn.Module) or without_wrapper(value) in own:
+                continue
+            uses = isinstance(plain, types.FunctionType) and names_attribute([plain], type(holder), name)
+            if uses and parameters_of(value):
+                warn(
+                    f"{_name_of(plain)} uses {type(holder).__name__}.{name}, whose parameters the plan does "
+                    f"not count: pass that {type(value).__name__} as an argument of its own"
+                )
 
 
 def _models(value: Any) -> list[torch.nn.Module]:

@@ -18,10 +18,11 @@ from planner._torch.without_data import fake_values
 from planner._torch.without_data.answers import Answers
 from planner.errors import CaptureError
 from planner.heap import collector_off
-from planner.module_copies import IMMUTABLE, attribute_of, copied_module, referring_to
+from planner.module_copies import IMMUTABLE, attribute_of, copied_module, holding, referring_to
 from planner.module_parts import buffers_of, parameters_of, parts_of, tensors_of
 from planner.training_step.arrivals.copied import CopiedHooks
 from planner.training_step.arrivals.on_copies import put_hooks_on_copies
+from planner.training_step.python_state import is_of_users
 from planner.training_step.step import NESTED, Loss, Step, map_tensors, tensors_in
 from planner.training_step.user_lines import line_of
 
@@ -86,7 +87,7 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
             faked(tensor)
     copied = _copied(module, step, replaced)
     attributes = _AttributesOfTensors(module, copied, faked)
-    args, kwargs = map_tensors(faked, (step.args, dict(step.kwargs)))
+    args, kwargs = _given_to(copied, module, step, faked)
 
     @contextlib.contextmanager
     def running() -> Iterator[None]:
@@ -142,7 +143,7 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
     copied = _copied(module, step, sparse)
     attributes = _AttributesOfTensors(module, copied, clone)
     flatten_like(parts_of(copied), parts_of(module))
-    args, kwargs = map_tensors(clone, (step.args, dict(step.kwargs)))
+    args, kwargs = _given_to(copied, module, step, clone)
     pairs = [*_paired(module, step, copied, (args, kwargs)), *attributes.pairs()]
 
     requires_grad = _RequiresGrad(args, kwargs)
@@ -206,6 +207,24 @@ def _copied(module: torch.nn.Module, step: Step, replaced: dict[int, torch.Tenso
                 # Scripted modules clone their parameters with history: gradients would reach the user's.
                 mine.detach_().requires_grad_(original.requires_grad)
     return copied
+
+
+def _given_to(
+    copied: torch.nn.Module,
+    module: torch.nn.Module,
+    step: Step,
+    tensor: Callable[[torch.Tensor], torch.Tensor],
+) -> Any:
+    """A step's arguments for a copy of its module: objects that have the module have the copy instead, or the
+    step would run the user's own."""
+    others = dict(zip(parts_of(module), parts_of(copied), strict=False))
+
+    def given(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return tensor(value)
+        return holding(value, others) if is_of_users(value) else value
+
+    return pytree.tree_map(given, (step.args, dict(step.kwargs)))
 
 
 class _AttributesOfTensors:

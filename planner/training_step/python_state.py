@@ -99,7 +99,7 @@ class PythonState:
         self._pending[1].extend(known)
         held = (v for f in self._functions for v in referred(f))
         self.iterators += filter(_is_iterator, (*named, *held))
-        self.iterators += [v for kind, name, v in self._attributes if _reads(functions, kind, name)]
+        self.iterators += [v for kind, name, v in self._attributes if names_attribute(functions, kind, name)]
         lasting = [*(vars(kind).values() for kind in own), *map(_defaults_of, functions)]
         self._pending[1].extend(v for values in lasting for v in values if type(v) in _CONTAINER_TYPES)
         self._visit_all()
@@ -328,7 +328,7 @@ def _is_iterator(value: Any) -> bool:
     return issubclass(kind := type(value), Iterator) and not issubclass(kind, io.IOBase | itertools.count)
 
 
-def _reads(functions: Iterable[FunctionType], kind: type, name: str) -> bool:
+def names_attribute(functions: Iterable[FunctionType], kind: type, name: str) -> bool:
     """Whether functions, or methods of a class that they name, name an attribute of it."""
     methods = {n: f for base in kind.__mro__[::-1] for n, f in vars(base).items() if type(f) is FunctionType}
     names, pending = set[str](), [*functions]

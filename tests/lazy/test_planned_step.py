@@ -314,6 +314,32 @@ def test_batches_that_only_the_loop_fetches_are_no_obstacle() -> None:
     assert int(next(trainer.batches)[0, 0]) == 1
 
 
+class _Distiller:
+    """Has a model that its step uses, and one that it does not."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.loss = model, nn.MSELoss()
+        self.teacher, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def _wanted(self, x: torch.Tensor) -> torch.Tensor:
+        return self.teacher(x)
+
+    def distilled(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        assert self.model is model
+        return self.loss(model(x), self._wanted(x))
+
+
+def test_models_among_the_attributes_of_an_argument_are_not_counted_and_told_of() -> None:
+    model = nn.Linear(16, 16)
+    planned = planner.step(_Distiller(model).distilled, budget="100%", solver="none")
+    with pytest.warns(planner.PlanWarning, match=r"uses _Distiller\.teacher, whose parameters"):
+        planned(model, torch.ones(2, 16)).backward()
+    assert planned.plan is not None
+    model.zero_grad()
+    with no_plan_warnings():
+        planned(model, torch.ones(2, 16)).backward()
+
+
 @planner.step(**BY)
 def _decorated(model: nn.Module) -> torch.Tensor:
     return model(torch.ones(2, 16)).mean()
