@@ -149,8 +149,8 @@ RANKS = [
         (
             Change(
                 "planner/compiled/calls.py",
-                "len(self._earlier) >= (self._in_flight or 1)",
-                "len(self._earlier) >= (99 if self._in_flight else 1)",
+                "len(earlier) >= (self._in_flight or 1)",
+                "len(earlier) >= (99 if self._in_flight else 1)",
             ),
         ),
         ("tests/distributed/test_pipeline.py::test_more_in_flight_than_planned_are_warned_of",),

@@ -197,7 +197,7 @@ SHAPES = [
         (
             Change(
                 "planner/training_step/copies.py",
-                "if tensor.is_leaf and tensor.requires_grad is not requires_grad:",
+                "if tensor.requires_grad is not requires_grad and (tensor.is_leaf or not is_view(tensor)):",
                 "if False:",
             ),
         ),

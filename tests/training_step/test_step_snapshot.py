@@ -299,6 +299,24 @@ def test_hooks_stay_where_a_warning_of_them_is_an_error() -> None:
     assert layer.weight._post_accumulate_grad_hooks
 
 
+def test_an_input_that_a_forward_turns_lies_as_before() -> None:
+    class Turns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layer(x.t_()).tanh())
+
+    numbers = np.random.rand(8, 8).astype(np.float32)
+    x, before, model = torch.from_numpy(numbers), numbers.copy(), Turns()
+    plan = planner.plan(model, (x,), budget="min", solver="sqrt_n", backend="replay")
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert x.stride() == (8, 1)
+    assert np.array_equal(numbers, before)
+
+
 def test_max_batch_draws_nothing() -> None:
     own = random.Random(1)
     limits: dict[str, Any] = {"start": 1, "most": 1, "solver": "sqrt_n", "max_overhead": None}
