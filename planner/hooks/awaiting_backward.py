@@ -46,13 +46,15 @@ class Awaiting(GraphHook):
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
         call, token = self._calls.last, Token()
         call.tokens.append(weakref.ref(token))
-        freed: list[str] = []
+        freed: list[bool] = []  # by a backward: True for all that it reads, False for its gradients alone
         # The node holds the hook, the hook holds the token: the token dies with what the forward saved.
         node.register_prehook(lambda gradients, _token=token: self._before(call, freed, gradients))
 
-    def _before(self, call: Call, freed: list[str], gradients: Sequence[torch.Tensor | None]) -> None:
+    def _before(self, call: Call, freed: list[bool], gradients: Sequence[torch.Tensor | None]) -> None:
+        if freed and freed[0]:
+            raise FreedError(_FREED)
         if freed:
-            raise FreedError(freed[0])
+            raise FreedError(_USED_UP)
         if any(g is not None and autograd.is_batched(g) for g in gradients):
             raise PlanMismatch(
                 "the backward of a planned module runs for one gradient of an output, and is asked for "
@@ -66,9 +68,9 @@ class Awaiting(GraphHook):
             )
         if not autograd.graph_is_kept():
             call.done = True
-            freed.append(_FREED)
+            freed.append(True)
             return
         if self._runs_once:
-            freed.append(_USED_UP)
+            freed.append(False)
         if not torch.is_grad_enabled():  # double_backward.py warns of create_graph=True
             self._calls.kept()
