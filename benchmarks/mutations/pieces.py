@@ -59,7 +59,7 @@ PIECES = [
         "a-second-backward-of-pieces",
         "A second backward is an error where the first has used up the gradients.",
         "It multiplies them once more.",
-        (Change("planner/hooks/second_backward.py", "    if ran:\n", "    if False:\n"),),
+        (Change("planner/hooks/awaiting_backward.py", "        if self._runs_once:", "        if False:"),),
         (f"{_OF_PIECES}::test_a_second_backward_is_an_error_where_the_first_used_up_the_gradients",),
     ),
     Mutation(

@@ -3,9 +3,9 @@
 In: a planned graph at work. Out: eager's results where the graph alone would differ, or a warning.
 
 A file with a function ``hook(context)`` is found here, and each planned graph gets a hook from it. Files
-without it (:mod:`~planner.hooks.awaiting_backward`, :mod:`~planner.hooks.second_backward`,
-:mod:`~planner.hooks.undefined_gradients`, :mod:`~planner.hooks.unused_outputs`,
-:mod:`~planner.hooks.written_in_place`) take part in capturing or compiling a graph, and are named there.
+without it (:mod:`~planner.hooks.awaiting_backward`, :mod:`~planner.hooks.undefined_gradients`,
+:mod:`~planner.hooks.unused_outputs`, :mod:`~planner.hooks.written_in_place`) take part in capturing or
+compiling a graph, and are named there.
 """
 
 from importlib import import_module

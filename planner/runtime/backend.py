@@ -36,7 +36,6 @@ from planner.graph.trace import TracedGraph, trace_joint
 from planner.heap import older_objects_set_aside
 from planner.hooks import hooks_for
 from planner.hooks.awaiting_backward import Awaiting
-from planner.hooks.second_backward import SecondBackward
 from planner.hooks.undefined_gradients import UndefinedGradients
 from planner.hooks.unused_outputs import UnusedOutputs
 from planner.lowering.lowerings import Lowering, chosen_lowering
@@ -329,8 +328,7 @@ class PlanBackend:
             UnusedOutputs(unused),
             *hooks_for(context),
             read_again,
-            Awaiting(self._calls),
-            SecondBackward(),  # last: what another hook refuses can be repeated
+            Awaiting(self._calls),  # last: what another hook refuses can be repeated
         ]
         compiled = trace_joint(
             graph,

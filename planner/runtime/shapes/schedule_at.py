@@ -43,10 +43,9 @@ def schedule_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedul
         raise PlanMismatch(f"it is captured as {len(homes)} graphs, the plan has {len(plan.graphs)}")
     decided: list[list[_Decided]] = [[] for _ in captured.graphs]
     for i, graph in zip(homes, plan.graphs, strict=True):
-        joint, programs = captured.graphs[i].joint, graph.by_execution
+        joint, programs, count = captured.graphs[i].joint, graph.by_execution, executions.get(i, 0)
         assert joint is not None
-        runs = range(executions.get(i, 0))
-        decided[i] = [_sequence(programs[min(run, len(programs) - 1)], joint) for run in runs]
+        decided[i] = [_sequence(programs[min(n, len(programs) - 1)], joint) for n in range(count)]
     masks, completed = set[Name](), dict[Name, Name]()
     for source in sources:
         if source.graph >= 0 and (runs := decided[source.graph]):

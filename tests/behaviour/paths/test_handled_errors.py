@@ -123,3 +123,17 @@ def test_an_error_that_depends_on_sizes(handled: Handled, caplog: pytest.LogCapt
     assert not report.problems
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
     assert not caplog.records
+
+
+@pytest.mark.graphs
+def test_a_planned_step_that_comes_to_it_later_runs_as_it_is() -> None:
+    torch.manual_seed(0)
+    model, x = Handles(lambda a, other: other(a)), torch.zeros(16, 16)
+    plan_of(model, (x,)).apply(model)
+    twin = copy.deepcopy(model)
+    planner.remove(twin)
+    for each in (model, twin):
+        each.handled = by_function  # type: ignore[assignment]
+    with pytest.warns(PlanWarning, match="without the plan"):
+        ours = left_by(model, steps((x,), lr=0.0))
+    assert_same(ours, left_by(twin, steps((x,), lr=0.0)))
