@@ -18,6 +18,7 @@ from planner._torch.compat import graphs_are_off
 from planner.heap import older_objects_set_aside
 from tests.browser import CHROMIUM
 from tests.clocks import NO_HURRY, SlowClock
+from tests.searches import shorten_searches
 
 # No test asserts a time: on a busy machine any example may take long.
 hypothesis.settings.register_profile("any time", deadline=None)
@@ -105,8 +106,12 @@ def _graphs(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+SEARCHED_WHOLE = {"solvers", "problem", "planning", "planfile", "batch", "test_benchmarks", "test_same_plans"}
+"""Folders and files of tests of what searches find."""
+
+
 @pytest.fixture(autouse=True, scope="module")
-def _short_searches() -> Iterator[None]:
+def _short_searches(request: pytest.FixtureRequest) -> Iterator[None]:
     """Shorten searches that take seconds a plan: part by part, and for segments to reserve beforehand.
 
     Files of their own test these.
@@ -118,6 +123,8 @@ def _short_searches() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         fast = EFFORTS["fast"]
         patch.setitem(EFFORTS, "fast", replace(fast, parts_work=min(fast.parts_work, 2_000)))
+        if SEARCHED_WHOLE.isdisjoint((request.path.parent.name, request.path.stem)):
+            shorten_searches(patch)
         patch.setattr(
             training_loop, "find_arena", lambda before, loop, _most: find_arena(before, loop, 50_000)
         )

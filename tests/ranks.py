@@ -38,7 +38,8 @@ def run_ranks(
 def start_ranks(work: Callable[[Path], None], folder: Path, count: int, seconds: float = SECONDS) -> None:
     """Run a function in the processes of one group, with an existing folder; wait until all have ended."""
     context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["planner", "torch.distributed.fsdp"])  # imported once for all processes
+    # Imported once for all processes.
+    context.set_forkserver_preload(["planner.api", "torch.distributed.fsdp"])
     processes = [
         context.Process(target=_rank, args=(r, count, work, folder, seconds), daemon=True)
         for r in range(count)

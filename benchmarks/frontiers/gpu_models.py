@@ -42,7 +42,7 @@ def gpt2(small: bool) -> tuple[nn.Module, Inputs]:
     """Language model, 8 x 1024 tokens."""
     import transformers
 
-    size = {"n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 100} if small else {}
+    size = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 100} if small else {}
     words = torch.randint(3, 100, (32, 64) if small else (8, 1024))
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, use_cache=False))
     return model, ((), {"input_ids": words, "labels": words, "use_cache": False})

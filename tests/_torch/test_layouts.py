@@ -141,9 +141,12 @@ def test_results_of_transposed_arguments_are_laid_out_as_on_the_cpu(operator: An
         [_laid_out(sizes, order, None) for order in orders]
         for sizes in ((2, 3, 4, 5), (1, 3, 4, 5), (2, 1, 4, 5), (2, 3, 4, 1), (1, 1, 2, 4))
     ]
-    for grad, x in (pair for form in forms for pair in itertools.product(form, repeat=2)):
+    given = _ARGUMENTS[operator]
+    # What reads no gradient is the same with any.
+    pairs = zip if given.__code__.co_varnames[0] == "_" else itertools.product
+    for grad, x in (pair for form in forms for pair in pairs(form, form)):
         try:
-            arguments, mode = _ARGUMENTS[operator](grad, x), fake.fake_mode()
+            arguments, mode = given(grad, x), fake.fake_mode()
             operator(*arguments)
         except RuntimeError:
             assert min(x.shape) == 1  # too narrow for this operator

@@ -132,7 +132,6 @@ def test_what_was_compiled_of_code_behind_a_break(use: Callable[[nn.Module, torc
 
     first = graphs()
     assert graphs() <= first
-    assert graphs() <= first
 
 
 def test_guards_of_a_capture_that_failed_do_not_hinder_it(monkeypatch: pytest.MonkeyPatch) -> None:

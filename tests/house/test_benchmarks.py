@@ -183,9 +183,9 @@ def test_frontiers_of_models_in_small(name: str, tmp_path: Path, capsys: pytest.
         [
             *arguments,
             "--time-limit",
-            "3",
+            "1",
             "--auto-seconds",
-            "3",
+            "1",
             "--out",
             str(tmp_path / "frontier"),
             "--json",

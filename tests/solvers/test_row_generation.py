@@ -112,6 +112,6 @@ def test_kept_and_recomputed_by_the_user_stay_so() -> None:
 def test_auto_is_not_worse_than_the_chain_at_the_least_peak_of_the_chain() -> None:
     graph = transformer(2)
     least = rotor.solve(graph, None)
-    solution = portfolio.solve(graph, least.peak_bytes, time_limit=3)
+    solution = portfolio.solve(graph, least.peak_bytes, effort="fast")
     assert solution.feasible
     assert solution.seconds <= least.seconds * (1 + 1e-9)
