@@ -112,6 +112,15 @@ def test_a_graph_of_it_is_refused(handled: Handled, name: str) -> None:
         plan_of(Handles(handled), (torch.eye(16),), backend="graph")
 
 
+def test_a_graph_of_two_branches_is_not() -> None:
+    """``torch.cond`` has the name of the condition number of a matrix."""
+
+    def branches(a: torch.Tensor, other: nn.Module) -> torch.Tensor:
+        return torch.cond(a.sum() > 0, lambda b: b.sin(), lambda b: b.cos(), (other(a),))
+
+    assert plan_of(Handles(branches), (torch.eye(16),), backend="graph").graphs
+
+
 @pytest.mark.parametrize("handled", [no_such_row, no_such_dimension, other_sizes])
 def test_an_error_that_depends_on_sizes(handled: Handled, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)

@@ -36,7 +36,7 @@ _HOMES_OF_SETTINGS = re.compile(r"torch(\._C|\.backends\.\w+)?")
 # any more.
 _REFUSED = re.compile(
     r"_enter_inference_mode|multinomial|(linalg_)?(cholesky|inv|inverse|solve|solve_ex|eigh|eigvalsh|eig|eigvals"
-    r"|svd|svdvals|lstsq|pinv|pinverse|tensorinv|tensorsolve|ldl_factor|lu_factor|lu|qr|cond)"
+    r"|svd|svdvals|lstsq|pinv|pinverse|tensorinv|tensorsolve|ldl_factor|lu_factor|lu|qr)|linalg_cond"
 )
 
 
