@@ -14,7 +14,8 @@ def fresh_results(
     values: Sequence[Any],
     input_values: Sequence[Any],
     arguments: Sequence[Any],
-    views: Collection[int] | None = None,
+    views: Collection[int] = (),
+    detached: Collection[int] = (),
 ) -> list[Any]:
     """Tensors without data like ``values``, which alias each other and the arguments as those do.
 
@@ -22,8 +23,8 @@ def fresh_results(
         values: The results as traced.
         input_values: The arguments as traced, together with ``values``.
         arguments: The arguments.
-        views: Positions of results that stay views even where they cover all of their memory. None: those of
-            a forward, of which none is a view, so that each has a gradient of its own, or none.
+        views: Positions of results that stay views even where they cover all of their memory.
+        detached: Positions of results that no gradient goes through: they are views of no other.
     """
     bases: dict[int, torch.Tensor] = {}
     for value, argument in zip(input_values, arguments, strict=True):
@@ -44,7 +45,7 @@ def fresh_results(
             bytes_ = value.untyped_storage().nbytes()
             if value.storage_offset() == 0 and whole.untyped_storage().nbytes() == bytes_:
                 bases[key] = whole
-                results.append(torch.ops.aten.alias(whole) if views and i in views else whole)
+                results.append(torch.ops.aten.alias(whole) if i in views else whole)
                 continue
             span = bytes_ // max(value.element_size(), 1)
             bases[key] = torch.empty(span, dtype=value.dtype, device=value.device)
@@ -52,5 +53,5 @@ def fresh_results(
         if base.dtype != value.dtype:
             base = base.view(value.dtype) if base.dim() == 1 else base
         part = base.as_strided(value.shape, value.stride(), value.storage_offset())
-        results.append(part.detach() if views is None else part)
+        results.append(part.detach() if i in detached else part)
     return results

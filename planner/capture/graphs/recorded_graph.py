@@ -79,6 +79,7 @@ class RecordedGraph:
             return lambda args: self.record(lambda: function(args), list(args))
         joint, halves = self.joint, self._partition_with_data
         forward = None if halves is None else self._lower(halves.forward, "forward")
+        detached = [i for i, output in enumerate(joint.outputs[0]) if _is_detached(output)]
 
         def run(args: list[Any]) -> Sequence[Any]:
             arguments, execution = list(args), self._executions
@@ -91,7 +92,8 @@ class RecordedGraph:
                     results = self._run_forward(forward, arguments, execution)
                 else:
                     values = [_value(o) for o in joint.outputs[0]]
-                    results = fresh_results(values, [_value(p) for p in joint.primals], arguments)
+                    given = [_value(p) for p in joint.primals]
+                    results = fresh_results(values, given, arguments, detached=detached)
                     self._remember(results, execution)
                 self._execution_of[fake.storage_key(token)] = execution
             self._call(arguments, [*results, token], backward=False, execution=execution, saves=True)
@@ -192,6 +194,12 @@ def _stand_in(graph: torch.fx.Graph, original: Any, env: dict[Any, Any]) -> Any:
     node = graph.call_function(torch.empty, (0,))
     node.meta = dict(original.meta)
     return node
+
+
+def _is_detached(output: Any) -> bool:
+    """Whether a result is a tensor of the graph's without its gradient, or a part of one. AOTAutograd returns
+    such a tensor as one that is no view of the other."""
+    return isinstance(output, torch.fx.Node) and output.target is torch.ops.aten._unsafe_view.default
 
 
 def _value(node: Any) -> Any:

@@ -95,5 +95,5 @@ def test_a_number_that_changes_switches(part: Part, caplog: pytest.LogCaptureFix
     with counting_runs() as runs:
         ours = left_by(model, loop)
     assert_same(ours, left_by(twin, loop))
-    assert runs.backward >= 4
+    assert runs.backward >= 4 or part is SWITCHED["inference-mode"]  # which is replayed
     assert not [record for record in caplog.records if record.exc_info and record.levelno > logging.DEBUG]
