@@ -175,11 +175,7 @@ def checkpointed(repeats: int) -> dict[str, dict[str, float]]:
         "graphs": step(planned("graph")),
         "replays": step(planned("replay")),
     }
-    seconds = measure_seconds(list(steps.values()), repeats)
-    return {
-        name: {"seconds": taken, "ratio_to_eager": taken / seconds[0]}
-        for name, taken in zip(steps, seconds, strict=True)
-    }
+    return timed(steps, repeats)
 
 
 def watched(repeats: int) -> dict[str, dict[str, float]]:
@@ -207,6 +203,11 @@ def watched(repeats: int) -> dict[str, dict[str, float]]:
         "graphs": step("graph"),
         "replays": step("replay"),
     }
+    return timed(steps, repeats)
+
+
+def timed(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, dict[str, float]]:
+    """Seconds of each step, and their ratio to those of the first."""
     seconds = measure_seconds(list(steps.values()), repeats)
     return {
         name: {"seconds": taken, "ratio_to_eager": taken / seconds[0]}

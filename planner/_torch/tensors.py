@@ -88,22 +88,22 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
-Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
+Placement = tuple[tuple[int, ...], tuple[int, ...], int]
 """A tensor's sizes, strides and offset."""
 
 
-def geometry_of(tensor: torch.Tensor) -> Geometry | None:
+def placement_of(tensor: torch.Tensor) -> Placement | None:
     """How a tensor lies in its memory; None where it has none of its own, or lies there otherwise."""
     if tensor.layout is not torch.strided or tensor.is_nested or is_wrapper(type(tensor)):
         return None
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
-def lay_as_before(tensor: torch.Tensor, geometry: Geometry | None) -> None:
+def place_as_before(tensor: torch.Tensor, placement: Placement | None) -> None:
     """Undo operations as ``unsqueeze_`` and ``t_``, where the memory has not become too small since."""
-    if geometry is None or geometry_of(tensor) in (None, geometry):
+    if placement is None or placement_of(tensor) in (None, placement):
         return
-    sizes, strides, offset = geometry
+    sizes, strides, offset = placement
     last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     if (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes():
         with torch.no_grad():

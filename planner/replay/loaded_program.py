@@ -12,7 +12,6 @@ class LoadedProgram:
 
     Attributes:
         operators: By position; None until a call has matched the name.
-        asks: The kept saves after which the backward does something.
         bits: The slots of the bits of packed masks.
         in_order: The saves of ``asking_order``, in that order.
         masks: The slots of masks that this version can pack.
@@ -26,8 +25,8 @@ class LoadedProgram:
         self.grad, self.saved_bytes = program.grad, program.saved_bytes
         self.names, self.begun = program.operators, program.begun
         self.operators: list[Any] = [None] * len(program.operators)
-        self.asks = frozenset(program.runs) | frozenset(program.free) | program.written_over
-        self.kept_as_is = [slot < 0 and save not in self.asks for save, slot in enumerate(program.saves)]
+        asks = frozenset(program.runs) | frozenset(program.free) | program.written_over
+        self.kept_as_is = [slot < 0 and save not in asks for save, slot in enumerate(program.saves)]
         self.bits = frozenset(program.bits.values())
         self.in_order = sorted(program.asking_order, key=lambda save: program.asking_order[save])
         self.masks = {

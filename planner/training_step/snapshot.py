@@ -15,7 +15,7 @@ from torch import nn
 
 from planner._torch import fake, versions
 from planner._torch.autocast_state import AutocastState, autocast_state, set_autocast_state
-from planner._torch.tensors import Geometry, all_hooks_on, geometry_of, lay_as_before, schema_of
+from planner._torch.tensors import Placement, all_hooks_on, place_as_before, placement_of, schema_of
 from planner.errors import CaptureError
 from planner.heap import collector_off
 from planner.module_parts import buffers_of, parameters_of, parts_of, tensors_of
@@ -44,7 +44,7 @@ class _Before:
     gradient: torch.Tensor | None
     version: int | None
     requires_grad: bool
-    geometry: Geometry | None
+    placement: Placement | None
     data: torch.Tensor | None = None
 
 
@@ -161,7 +161,7 @@ class StepSnapshot:
                 if not tensor.is_leaf:  # an operation on tensors that require gradients wrote to it
                     tensor.detach_()
                 tensor.requires_grad_(before.requires_grad)
-            lay_as_before(tensor, before.geometry)
+            place_as_before(tensor, before.placement)
             if before.data is not None and not _is_like(tensor, before.data):
                 with torch.no_grad():
                     if tensor.shape != before.data.shape:
@@ -195,7 +195,7 @@ def _note(tensors: dict[int, _Before], tensor: torch.Tensor) -> _Before:
     if id(tensor) not in tensors:
         gradient = tensor.grad if tensor.is_leaf else None
         version = versions.version_of(tensor)
-        tensors[id(tensor)] = _Before(tensor, gradient, version, tensor.requires_grad, geometry_of(tensor))
+        tensors[id(tensor)] = _Before(tensor, gradient, version, tensor.requires_grad, placement_of(tensor))
         if gradient is not None:
             _note(tensors, gradient)
     return tensors[id(tensor)]
