@@ -242,9 +242,9 @@ HOSTILE = [
         "Bandwidths have no bound.",
         (
             Change(
-                "planner/costs/device_files.py",
-                "or not _SLOWEST <= values[field] <= _FASTEST:",
-                "or values[field] <= 0:",
+                "planner/costs/devices.py",
+                "or not _SLOWEST <= values[rate] <= _FASTEST:",
+                "or values[rate] <= 0:",
             ),
         ),
         (f"{_DATA}::test_a_device_that_cannot_be_is_refused_by_field",),
@@ -268,7 +268,7 @@ HOSTILE = [
         "The parser's error is passed on.",
         (
             Change(
-                "planner/costs/device_files.py",
+                "planner/costs/devices.py",
                 "    except (OSError, ValueError, RecursionError) as error:\n",
                 "    except (OSError, ValueError) as error:\n",
             ),

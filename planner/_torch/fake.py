@@ -256,3 +256,22 @@ def concrete_size(size: int | torch.SymInt) -> int:
 def tree_leaves(nest: Any) -> list[Any]:
     """The leaves of nested lists, tuples and dictionaries; ``None`` is one."""
     return list(torch.utils._pytree.tree_leaves(nest))
+
+
+# Functional forms of writes into views copy the whole storage, so that the result lies in its copy as the
+# view lay in the original. Kernels without data do not show it, and sizes and strides do not tell it.
+_COPY_STORAGE = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("copy", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter")
+)
+
+
+def whole_storage(func: object, args: Sequence[Any]) -> tuple[int, int] | None:
+    """The elements of the storage of a call's first argument, and its offset, where the result is as large as
+    that storage; None for other operations."""
+    if getattr(func, "overloadpacket", None) not in _COPY_STORAGE or not args:
+        return None
+    first = args[0]
+    if not isinstance(first, torch.Tensor) or first.layout is not torch.strided:
+        return None
+    return storage_bytes(first) // first.element_size(), concrete_size(first.storage_offset())

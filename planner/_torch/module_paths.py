@@ -84,13 +84,6 @@ def _running() -> list[torch.nn.Module]:
     return found
 
 
-def calls_forward_as_given(module: torch.nn.Module) -> bool:
-    """Whether a call of a module passes its arguments on to ``forward`` as they are: no hook comes before."""
-    return type(module).__call__ is torch.nn.Module.__call__ and not (
-        module._forward_pre_hooks or torch.nn.modules.module._global_forward_pre_hooks
-    )
-
-
 _INSIDE = re.compile(r"'\]\._modules\['|\._(?:modules|parameters|buffers)\['|'\]")
 
 

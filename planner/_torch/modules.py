@@ -8,16 +8,24 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.utils import parametrize
 
 from planner._torch.patches import replace, replaced
 from planner._torch.tracing.recording import leave_out_of_scripts
-from planner.module_parts import parts_of
+from planner.module_parts import named_parts, parts_of
 
 
 def module_call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Call a module as ``module(*args, **kwargs)`` does when nothing is installed: hooks and forward."""
     return module._call_impl(*args, **kwargs)
+
+
+def calls_forward_as_given(module: torch.nn.Module) -> bool:
+    """Whether a call of a module passes its arguments on to ``forward`` as they are: no hook comes before."""
+    return type(module).__call__ is torch.nn.Module.__call__ and not (
+        module._forward_pre_hooks or torch.nn.modules.module._global_forward_pre_hooks
+    )
 
 
 def converted(module: torch.nn.Module, conversion: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:
@@ -150,3 +158,21 @@ def after_shallow_copies(copied: Callable[[torch.nn.Module, torch.nn.Module], No
 
     replace(torch.nn.Module, "__copy__", shallow)
     replace(torch.fx.GraphModule, "__copy__", shallow_graph)
+
+
+def is_compiled(module: object) -> bool:
+    """Whether a module is what ``torch.compile(module)`` returns."""
+    return isinstance(module, OptimizedModule)
+
+
+def compiled_modules(model: torch.nn.Module) -> list[str]:
+    """Names of the parts of a model that are compiled, by ``torch.compile(part)`` or ``part.compile()``."""
+    return [
+        name
+        for name, part in named_parts(model).items()
+        if name and (isinstance(part, OptimizedModule) or _is_wrapped(part._compiled_call_impl))
+    ]
+
+
+def _is_wrapped(call: object) -> bool:
+    return call is not None and hasattr(call, "get_compiler_config")

@@ -14,6 +14,8 @@ from planner._torch.compat import graphs_are_off
 from planner._torch.cuda.autocast import autocast_of_cuda
 from planner._torch.cuda.kernels import kernels_of_cuda
 from planner._torch.distributed import tensor_parallel_ranks
+from planner._torch.fake import is_fake
+from planner._torch.tensors import SPARSE
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner._torch.tracing.let_go import forget_what_was_looked_up
@@ -26,7 +28,7 @@ from planner.errors import CaptureError
 from planner.heap import newer_objects
 from planner.module_parts import buffers_of, parameters_of, parts_of
 from planner.progress import Progress
-from planner.training_step.copies import StepCopy, described, fake_copy, holds_sparse, lacks_data, real_copy
+from planner.training_step.copies import StepCopy, described, fake_copy, real_copy
 from planner.training_step.left_behind import LeftBehind, left_behind, put_right
 from planner.training_step.snapshot import StepSnapshot
 from planner.training_step.step import Step, tensors_in
@@ -111,7 +113,7 @@ def on_a_copy(
                 f"{off}: with others a step is recorded with its data, on the device that will run it. Plan "
                 "for a device that is not here with one of these"
             )
-    elif holds_sparse(module, step):
+    elif any(t.layout in SPARSE for t in _given(module, step)):  # without data they have no elements
         if (wrong := _no_data(_SPARSE, module, step)) is not None:
             raise wrong
         if not may_have_data:
@@ -175,9 +177,8 @@ def _answers(copied: RunOfACopy) -> Answers:
 
 def _can_look(module: torch.nn.Module, step: Step) -> bool:
     """Whether a step may run with data to see more of it: on the CPU, where memory is not scarce."""
-    tensors = (*parameters_of(module), *buffers_of(module), *tensors_in((step.args, dict(step.kwargs))))
-    here = all(tensor.device.type == "cpu" for tensor in tensors)
-    return here and not lacks_data(module, step) and tensor_parallel_ranks(module) == 1
+    here = all(t.device.type == "cpu" for t in _given(module, step))
+    return here and not _lacks_data(module, step) and tensor_parallel_ranks(module) == 1
 
 
 def _has_zeros(copied: RunOfACopy) -> bool:
@@ -212,10 +213,20 @@ def _no_data(why_needed: str, module: torch.nn.Module, step: Step) -> CaptureErr
             f"{why_needed}. With data the model could be run, but it is distributed among ranks, which would "
             "have to run it together: leave the code that needs data out of the planned module"
         )
-    if lacks_data(module, step):
+    if _lacks_data(module, step):
         return CaptureError(
             f"{why_needed}. What runs depends on data, and the model or its inputs have none (they are on "
             "the meta device): plan it with real ones"
         )
     logger.info("%s; capturing with data", why_needed)
     return None
+
+
+def _lacks_data(module: torch.nn.Module, step: Step) -> bool:
+    """Whether the user's module or inputs have a tensor without data."""
+    return any(t.device.type == "meta" or is_fake(t) for t in _given(module, step))
+
+
+def _given(module: torch.nn.Module, step: Step) -> list[torch.Tensor]:
+    """The tensors of the user's: parameters, buffers and inputs."""
+    return [*parameters_of(module), *buffers_of(module), *tensors_in((step.args, dict(step.kwargs)))]

@@ -15,6 +15,7 @@ marked "not seen" were found on no such page; the maker's document is their only
 """
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -26,10 +27,15 @@ from typing import Any, Literal
 import platformdirs
 import torch
 
-from planner.costs.device_files import MOST_CHARACTERS, read_object, wrong_figure
 from planner.errors import PlannerError
 
 GIB = 1 << 30
+# What a file may say: it is data from outside.
+_LARGEST_FILE = 1 << 20
+_MOST_CHARACTERS = 200
+_MOST_BYTES = 1 << 50
+_SLOWEST, _FASTEST = 1e3, 1e21
+"""Of FLOP/s and of bytes per second."""
 # PyTorch's CUDA caching allocator rounds every block up to 512 bytes (kMinBlockSize).
 CUDA_ROUNDING_BYTES = 512
 # A CUDA context with PyTorch's kernels takes 300 to 550 MiB: it depends on card, driver and CUDA version;
@@ -322,7 +328,7 @@ def load_device(path: str | os.PathLike[str]) -> Device:
     """
     shown = f"device file {os.fspath(path)!r}"
     try:
-        given = read_object(path)
+        given = _read_object(path)
     except ValueError as error:
         raise DeviceError(f"device file {os.fspath(path)!r}{error}") from None
     known = {f.name for f in fields(Device)}
@@ -331,7 +337,7 @@ def load_device(path: str | os.PathLike[str]) -> Device:
         like = given.pop("like")
         if not isinstance(like, str) or like.endswith(".json"):  # a file could refer to itself
             raise DeviceError(f"{shown}: 'like' is {like!r:.100}, expected the name of a known device")
-        values = _fields_of(find_device(like[:MOST_CHARACTERS]))
+        values = _fields_of(find_device(like[:_MOST_CHARACTERS]))
     if unknown := set(given) - known:
         raise DeviceError(
             f"{shown}: unknown field {sorted(unknown)[0]!r:.100}; expected some of "
@@ -340,7 +346,7 @@ def load_device(path: str | os.PathLike[str]) -> Device:
     values |= given
     if missing := ", ".join(f.name for f in fields(Device) if f.name not in values):
         raise DeviceError(f"{shown}: missing {missing}; or name a device under 'like'")
-    if (wrong := wrong_figure(values)) is not None:
+    if (wrong := _wrong_figure(values)) is not None:
         name, expected = wrong
         raise DeviceError(f"{shown}: {name} is {values[name]!r:.100}, expected {expected}")
     if values["capability"] is not None:
@@ -406,3 +412,70 @@ def _estimated(properties: object) -> Device:
     major, minor = getattr(properties, "major", None), getattr(properties, "minor", None)
     capability = None if major is None or minor is None else (int(major), int(minor))
     return _gpu("", 0, bandwidth, float32 / 32, float32, None, half, half, None, capability)
+
+
+def _read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ValueError: The file cannot be read, or holds no object.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_LARGEST_FILE + 1)
+        if len(text) > _LARGEST_FILE:
+            raise ValueError("it is too large for a device")
+        given = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f" cannot be read: {str(error)[:300]}") from None
+    if not isinstance(given, dict):
+        raise ValueError(": a device is a JSON object")
+    return given
+
+
+def _wrong_figure(values: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The first field with a figure that no device has, and what is expected there; None where all are right.
+
+    Args:
+        values: All fields of a device.
+    """
+    name, flops, capability = values["name"], values["flops"], values["capability"]
+    if not isinstance(name, str) or not 1 <= len(name) <= _MOST_CHARACTERS:
+        return "name", f"a text of at most {_MOST_CHARACTERS} characters"
+    if values["kind"] not in ("cpu", "cuda"):
+        return "kind", "'cpu' or 'cuda'"
+    if not isinstance(flops, Mapping) or "float32" not in flops:
+        return "flops", "FLOP/s by dtype, 'float32' among them"
+    if not all(_is_number(figure) and _SLOWEST <= figure <= _FASTEST for figure in flops.values()):
+        return "flops", f"numbers of at least {_SLOWEST:g}, and at most {_FASTEST:g}"
+    for rate in ("bandwidth", "to_host", "from_host"):
+        if not _is_number(values[rate]) or not _SLOWEST <= values[rate] <= _FASTEST:
+            return rate, f"a number of at least {_SLOWEST:g}, and at most {_FASTEST:g}"
+    if not _is_number(values["launch_seconds"]) or not 0 <= values["launch_seconds"] <= 1:
+        return "launch_seconds", "a number of at least 0, and at most 1"
+    for count, least, most in (
+        ("memory_bytes", 1, _MOST_BYTES),
+        ("allocation_rounding_bytes", 1, 1 << 30),
+        ("context_bytes", 0, _MOST_BYTES),
+        ("library_bytes", 0, _MOST_BYTES),
+    ):
+        value = values[count]
+        if not _is_number(value) or not least <= value <= most or value != int(value):
+            above = "above 0" if least else "of at least 0"
+            return count, f"a whole number {above}, and at most {most}"
+    if capability is not None and not _is_version(capability):
+        return "capability", "two whole numbers, as [8, 0]"
+    if not isinstance(values["cudnn"], bool):
+        return "cudnn", "true or false"
+    if values["figures"] not in ("published", "calibrated"):
+        return "figures", "'published' or 'calibrated'"
+    return None
+
+
+def _is_version(value: object) -> bool:
+    fits = isinstance(value, (list, tuple)) and len(value) == 2
+    return fits and all(type(part) is int and 0 <= part < 1000 for part in value)  # type: ignore[attr-defined]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

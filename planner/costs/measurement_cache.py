@@ -15,9 +15,8 @@ from typing import Any
 import platformdirs
 import torch
 
-from planner._torch.fake import concrete_size
+from planner._torch.fake import concrete_size, whole_storage
 from planner._torch.operators import cudnn_version
-from planner.costs.whole_storage import whole_storage
 from planner.errors import PlannerError, printable
 from planner.heap import collector_off
 from planner.planfile.atomic_file import write_atomically

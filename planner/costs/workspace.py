@@ -23,10 +23,9 @@ from planner._torch.execution.allocator_events import (
     record_cpu_allocations,
 )
 from planner._torch.execution.plain_execution import plain_execution
-from planner._torch.fake import tree_leaves
+from planner._torch.fake import storage_bytes, tree_leaves
 from planner._torch.operators import OpOverload, asked_for, is_collective
 from planner._torch.tensors import call_tensors, has_tensors
-from planner.costs.collectives import copied_bytes
 from planner.costs.devices import CUDA_ROUNDING_BYTES
 from planner.costs.made_up.found_elements import check, told_sizes
 from planner.costs.made_up.real_arguments import RealArguments
@@ -164,7 +163,7 @@ class WorkspaceMeter:
             self._run_all(pending, progress)
             self._save({key: self._known[key] for key in pending if key in self._known})
         return [  # without a signature it is a view, or a collective, which would wait for other ranks
-            OpMemory(copied_bytes(call, self.device.type), ()) if s is None else self._known.get(s, NOT_RUN)
+            OpMemory(_copied_bytes(call, self.device.type), ()) if s is None else self._known.get(s, NOT_RUN)
             for s, call in zip(signatures, calls, strict=True)
         ]
 
@@ -341,3 +340,27 @@ def _output_bytes(result: Any, inputs: Iterable[torch.Tensor], on: str = "cpu") 
 def _grad_mode(func: OpOverload) -> AbstractContextManager[None]:
     """The grad mode for an operator: oneDNN's layers make a reserve only in it, even if ``train`` is set."""
     return torch.enable_grad() if func.overloadpacket is aten.mkldnn_rnn_layer else nullcontext()
+
+
+# Gloo, on the CPU, makes these copies in PyTorch 2.13, and NCCL makes none. Their own buffers are outside of
+# PyTorch's allocator.
+_COPIES_INPUT = ("reduce_scatter_tensor", "all_reduce_coalesced", "shard_dim_alltoall")
+_COPIES_RESULT = ("all_gather_into_tensor",)
+
+
+def _copied_bytes(call: Call, kind: str) -> int:
+    """The bytes that a collective holds only while it runs; 0 for other operators.
+
+    Collectives are not run to measure it: a rank that ran one would wait for the others.
+
+    Args:
+        call: The call.
+        kind: The kind of device that it runs on.
+    """
+    if kind != "cpu" or not is_collective(call.func):
+        return 0
+    name = str(call.func).partition(".")[2]
+    given = sum(storage_bytes(tensor) for tensor in call_tensors(call.args[0]))
+    if name.startswith(_COPIES_INPUT):
+        return given
+    return given * call.args[1] if name.startswith(_COPIES_RESULT) else 0

@@ -16,8 +16,7 @@ from planner.planning.options import PlanKeywords, shows_options
 from planner.progress import Progress
 from planner.runtime.install import apply
 from planner.runtime.shapes.policy import OnNewShape, checked
-from planner.training_step.inputs import Inputs, check_model, read_step
-from planner.training_step.wrappers import refuse_without_shape, refuse_wrappers
+from planner.training_step.inputs import Inputs, check_model, read_step, refuse_without_shape, refuse_wrappers
 
 
 @shows_options(PlanKeywords)

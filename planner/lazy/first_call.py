@@ -21,9 +21,8 @@ from planner.planfile.budget import format_bytes
 from planner.runtime.install import check_fits, put_in
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.runtime.plan_call import PlanCall
-from planner.training_step.inputs import read_step
+from planner.training_step.inputs import read_step, without_shape
 from planner.training_step.step import differentiates
-from planner.training_step.wrappers import without_shape
 
 LOSS_OUTSIDE = (
     "; the loss is computed outside the module and its memory is not counted: pass loss= to count it"

@@ -20,9 +20,9 @@ from planner.planning.options import PlanKeywords, shows_options
 from planner.progress import Progress
 from planner.runtime.install import installed_plan
 from planner.runtime.shapes.policy import OnNewShape
+from planner.training_step.inputs import refuse_without_shape, refuse_wrappers
 from planner.training_step.python_state import is_of_users, names_attribute
 from planner.training_step.step import find_loss
-from planner.training_step.wrappers import refuse_without_shape, refuse_wrappers
 from planner.user_plan import Plan
 
 TrainStep = Callable[..., Any]

@@ -1,14 +1,15 @@
 """Capturing a step for one backend, by graphs or for replays, and building its problem."""
 
 import itertools
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from planner._torch.distributed import holds_dtensors, is_fully_sharded
-from planner._torch.tracing.callbacks import compiled_modules
+from planner._torch.modules import compiled_modules
 from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner.capture.capture import Most, capture
 from planner.capture.captured_step import CapturedStep, CudaKernels
@@ -47,9 +48,7 @@ from planner.planfile.schema import BY_OPERATORS
 from planner.planning.backends import check_compiler, check_offload, check_unproven
 from planner.planning.cost_source import check_costs, find_costs
 from planner.planning.options import PlanOptions
-from planner.planning.prepared import Prepared
-from planner.planning.runnable import refuse_what_cannot_run
-from planner.planning.throughout import bytes_throughout, recorded_bytes
+from planner.planning.prepared import Prepared, bytes_throughout, recorded_bytes
 from planner.problem.build import Problem, build_problem
 from planner.problem.encodings import Packing
 from planner.problem.offload import find_kept_otherwise, name_handed_on
@@ -57,10 +56,10 @@ from planner.progress import Progress, no_report, part_of
 from planner.replay.capture import ReplayedStep, capture_replayed
 from planner.replay.masks import find_masks
 from planner.replay.problem import build_replayed
-from planner.training_step.inputs import InputError
+from planner.training_step.call import Call
+from planner.training_step.inputs import InputError, refuse_sharded, refuse_without_shape, refuse_wrappers
 from planner.training_step.regions import RegionError, find_regions
 from planner.training_step.step import Step, tensors_in, unique_storages
-from planner.training_step.wrappers import refuse_sharded, refuse_without_shape, refuse_wrappers
 from solvers.model.schedule import simulate
 
 NEWEST = (9, 0)
@@ -125,7 +124,7 @@ def prepare_for_backend(
     source = find_costs(options.costs, captured, where.target, meter, progress, most_seconds=capturing)
     problem, packings = _problem(captured, step, options, where, meter, source)
     if meter is not None:
-        refuse_what_cannot_run(captured.eager.calls, meter)
+        _refuse_what_cannot_run(captured.eager.calls, meter)
     parameters = parameters_of(model)
     if like is None:
         update = _optimizer_step(captured, parameters, options, where, meter, source, rank)
@@ -382,3 +381,29 @@ def strides_in_memory(tensor: torch.Tensor) -> list[int] | None:
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return None
     return list(tensor.stride())
+
+
+_DATA_DO_NOT_MATTER = re.compile(r"dtype|scalar type|not implemented for '", re.IGNORECASE)
+
+
+def _refuse_what_cannot_run(calls: Iterable[Call], meter: WorkspaceMeter) -> None:
+    """See that an unplanned step would not fail on this device.
+
+    Shapes are checked where there are no data, dtypes mostly in the kernels. The meter has run each
+    operation on inputs of the same dtypes, with data that were made up; what it says about dtypes holds.
+
+    Args:
+        calls: The operations of the unplanned step, which the meter has measured.
+        meter: It knows what failed.
+
+    Raises:
+        CaptureError: An operation does not run on such inputs.
+    """
+    for call, reason in meter.failed(calls):
+        # What a backward is given the meter makes up too, and autograd casts on the way: only forwards tell.
+        if _DATA_DO_NOT_MATTER.search(reason) and "backward" not in str(call.func):
+            text = " ".join(reason.split())
+            raise CaptureError(
+                f"the step does not run without a plan either: {call.func} fails with {text}. Give the model "
+                "inputs of the dtype that it takes"
+            )

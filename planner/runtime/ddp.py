@@ -25,7 +25,7 @@ from planner.parallel.sharded_as_planned import warn_of_other_sharding
 from planner.parallel.strategies import DDP
 from planner.planfile.budget import format_bytes
 from planner.planfile.plan import PlanRecord
-from planner.training_step.wrappers import SHARDED
+from planner.training_step.inputs import SHARDED
 
 if TYPE_CHECKING:
     from planner.runtime.shapes.policy import OnNewShape

@@ -40,9 +40,9 @@ from planner.runtime.recorded import Recordings
 from planner.runtime.replayed import ReplayedCall
 from planner.runtime.shapes.policy import NewShapes, OnNewShape, checked
 from planner.runtime.unplanned import COMPILED_BEFORE
+from planner.training_step.inputs import refuse_without_shape, refuse_wrappers
 from planner.training_step.regions import RunningRegions
 from planner.training_step.step import Loss
-from planner.training_step.wrappers import refuse_without_shape, refuse_wrappers
 
 
 def apply(

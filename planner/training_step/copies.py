@@ -374,21 +374,6 @@ class _SubstituteTensors(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def lacks_data(module: torch.nn.Module, step: Step) -> bool:
-    """Whether the user's module or inputs have a tensor without data."""
-    return any(t.device.type == "meta" or fake.is_fake(t) for t in _given(module, step))
-
-
-def holds_sparse(module: torch.nn.Module, step: Step) -> bool:
-    """Whether a step has sparse tensors: without data they have no elements, so it needs its data."""
-    return any(t.layout in SPARSE for t in _given(module, step))
-
-
-def _given(module: torch.nn.Module, step: Step) -> list[torch.Tensor]:
-    """The tensors of the user's: parameters, buffers and inputs."""
-    return [*_state(module), *tensors_in((step.args, dict(step.kwargs)))]
-
-
 def described(doing: str, error: Exception) -> str:
     """An error in one line: what failed and why, the user's line, and what to do where that is known."""
     lines = str(error).strip().splitlines()

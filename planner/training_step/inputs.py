@@ -1,4 +1,4 @@
-"""Reading what users pass as model, example inputs and loss.
+"""Reading what users pass as model, example inputs and loss, and refusing what cannot be planned as it is.
 
 :func:`planner.plan`, ``sweep``, ``auto_checkpoint``, ``verify``, ``max_batch`` and the builders of the
 command line all read them here. A value in another form is an error that says what to write.
@@ -9,12 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
-from planner._torch.module_paths import calls_forward_as_given
+from planner._torch.modules import calls_forward_as_given, is_compiled
 from planner.choices import Outputs
-from planner.errors import PlannerError
+from planner.errors import PlanMismatch, PlannerError
+from planner.module_parts import buffers_of, parameters_of, parts_of
 from planner.training_step.generators import generators_restored
 from planner.training_step.python_state import PythonState
 from planner.training_step.step import Loss, Step, checked_outputs
@@ -22,6 +26,12 @@ from planner.training_step.step import Loss, Step, checked_outputs
 Inputs = Sequence[Any] | Mapping[str, Any] | torch.Tensor | DataLoader[Any] | None
 """Example inputs: a tuple or list of positional arguments, a tensor as the only argument, a mapping of
 keyword arguments (such as a batch of Hugging Face's), or a DataLoader, whose first batch is taken."""
+
+SHARDED = (
+    "parameters are DTensors that fully_shard made: the memory to gather and reduce them is not predicted, "
+    "and the step may take more than predicted. Plan the model before it is sharded, with "
+    'parallel="fsdp2:8" for 8 ranks'
+)
 
 
 class InputError(PlannerError, TypeError):
@@ -261,3 +271,68 @@ def names_of_parameters(function: Callable[..., Any]) -> list[str]:
         for i, p in enumerate(parameters)
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
+
+
+def without_shape(model: torch.nn.Module) -> str | None:
+    """The first parameter or buffer without a shape yet, as of ``nn.LazyLinear``; None where all have one."""
+    if not any(map(is_lazy, (*parameters_of(model), *buffers_of(model)))):
+        return None
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return next((name for name, tensor in named if is_lazy(tensor)), None)
+
+
+def refuse_without_shape(model: torch.nn.Module, doing: str) -> None:
+    """Refuse a module with parameters that have no shape yet.
+
+    Raises:
+        PlanMismatch: It has some.
+    """
+    lazy = without_shape(model)
+    if lazy is not None:
+        raise PlanMismatch(
+            f"{lazy} has no shape yet, as in nn.LazyLinear before its first call: {doing} the module "
+            "after one forward, model(*args)"
+        )
+
+
+def refuse_wrappers(model: torch.nn.Module, doing: str) -> None:
+    """Refuse a data-parallel wrapper and a compiled module: the module inside is to be planned.
+
+    Raises:
+        PlanMismatch: If ``model`` is one of these.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise PlanMismatch(
+            f"this is a {type(model).__name__}: {doing} the module inside, as model.module or before it is "
+            "wrapped; the wrapper then trains by the plan"
+        )
+    if isinstance(model, FullyShardedDataParallel):
+        raise PlanMismatch(
+            f"this is a FullyShardedDataParallel: {doing} the module inside before it is wrapped, and wrap "
+            "it with use_orig_params=True"
+        )
+    if isinstance(model, FSDPModule):
+        refuse_sharded(model, doing)
+    if is_compiled(model):
+        raise PlanMismatch(
+            f"this is a torch.compile()d module: {doing} the module inside, model._orig_mod, or before it is "
+            "compiled; in training it then runs by the plan, and the code around it runs compiled"
+        )
+
+
+def refuse_sharded(model: torch.nn.Module, doing: str) -> None:
+    """Refuse a module that ``fully_shard`` sharded, whole or in part.
+
+    Raises:
+        PlanMismatch: It is sharded.
+    """
+    sharded = next((part for part in parts_of(model) if isinstance(part, FSDPModule)), None)
+    if sharded is None:
+        return
+    subject = "this module" if sharded is model else f"a part of this module, a {type(sharded).__name__},"
+    raise PlanMismatch(
+        f"{subject} is sharded by fully_shard: {doing} it before it is sharded. Where Accelerate or a "
+        "trainer shards it, call planner.auto_checkpoint(model, args, budget=..., "
+        "parallel=planner.FSDP2(...)) with example inputs before you give the model to them: a trainer's "
+        "callback, or auto_checkpoint without inputs, plans when the model is sharded already"
+    )

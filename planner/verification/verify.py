@@ -23,9 +23,8 @@ from planner.progress import Progress
 from planner.runtime.install import check_fits, installed_plan, put_in
 from planner.runtime.plan_call import PlanCall
 from planner.training_step.arrivals.suspended import only_hooks_that_are_put_back
-from planner.training_step.inputs import InputError, Inputs, read_step
+from planner.training_step.inputs import InputError, Inputs, read_step, refuse_without_shape
 from planner.training_step.step import Loss, Step, checked_outputs, map_tensors, tensors_in
-from planner.training_step.wrappers import refuse_without_shape
 from planner.verification.again import look_again
 from planner.verification.compared_steps import ComparedSteps
 from planner.verification.measure import MemoryMeasurement

@@ -15,7 +15,7 @@ from planner._torch.inductor.compiling import NO_COMPILER
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING
 from planner.planning.one_backend import IN_EVALUATION
 from planner.runtime.unplanned import COMPILED_BEFORE
-from planner.training_step.wrappers import SHARDED
+from planner.training_step.inputs import SHARDED
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 from torch._dynamo import eval_frame
-from torch._dynamo.eval_frame import OptimizedModule
 
 from planner._torch.checkpoint_frames import Switch
 from planner._torch.compat import of_graphs
 from planner._torch.patches import replace
-from planner.module_parts import named_parts
 
 set_fullgraph_compiled_frame_count = of_graphs(
     "torch._C._dynamo.eval_frame", "set_fullgraph_compiled_frame_count"
@@ -92,19 +90,6 @@ def _runs_uncompiled(callback: object) -> bool:
         called.append(function)
     set_fullgraph_compiled_frame_count(-1)  # that nothing was compiled is an error else
     return True
-
-
-def compiled_modules(model: torch.nn.Module) -> list[str]:
-    """Names of the parts of a model that are compiled, by ``torch.compile(part)`` or ``part.compile()``."""
-    return [
-        name
-        for name, part in named_parts(model).items()
-        if name and (isinstance(part, OptimizedModule) or _is_wrapped(part._compiled_call_impl))
-    ]
-
-
-def _is_wrapped(call: object) -> bool:
-    return call is not None and hasattr(call, "get_compiler_config")
 
 
 def name_of(function: Callable[..., Any]) -> str | None:

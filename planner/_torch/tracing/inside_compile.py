@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
@@ -53,8 +52,3 @@ def call_planned_modules(is_ours: Callable[[Any], bool]) -> None:
         return call(self, tx, *args, **kwargs)
 
     replace(UnspecializedNNModuleVariable, "call_function", unless_planned)
-
-
-def is_compiled(module: object) -> bool:
-    """Whether a module is what ``torch.compile(module)`` returns."""
-    return isinstance(module, OptimizedModule)

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from planner._torch.fake import concrete_size
+from planner._torch.fake import concrete_size, whole_storage
 from planner._torch.operators import is_foreign
 from planner._torch.tensors import as_lazy_as, call_tensors
 from planner.costs.host_tensors import read_on_host
 from planner.costs.made_up.arguments import make_valid
 from planner.costs.made_up.found_elements import give
-from planner.costs.whole_storage import whole_storage
 from planner.training_step.call import Call
 
 
