@@ -71,6 +71,18 @@ def _empty_parameter(kind: str) -> torch.Tensor:
         return torch.empty((0, 0), device=kind, dtype=torch.float32, requires_grad=True)
 
 
+def below_autograd() -> contextlib.AbstractContextManager[Any]:
+    """A context in which operators run as below autograd in the forward: without saves and autocast."""
+    kinds = _enabled()
+    if not kinds and not torch.is_grad_enabled():
+        return contextlib.nullcontext()  # as in most backwards
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.no_grad())
+    for kind in kinds:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
+
+
 AutocastState = dict[str, tuple[bool, torch.dtype]]
 """By kind of device, whether autocast is on, and what it casts to."""
 

@@ -73,6 +73,10 @@ IN_EVALUATION = (
     "the model is in evaluation mode, as from_pretrained() returns it, and is planned for training mode: "
     "call model.train() before training, or plan with training=False to train it as it is"
 )
+CASTS_INSIDE = (
+    "autocast is on around an operator that it has no rule for: what its kernel calls is cast in eager, and "
+    "not in a graph. Plan with backend='replay', or call it within torch.autocast(..., enabled=False)"
+)
 
 OF_AMD = (
     "what kernels of AMD's libraries (MIOpen, hipBLASLt, AOTriton) allocate inside, and how their results "
@@ -255,6 +259,8 @@ def _findings(captured: CapturedStep, model: torch.nn.Module, options: PlanOptio
         yield PRODUCTS
     if has_unknown_functions(_joints(captured)):
         yield FUNCTIONS
+    if options.backend in BY_OPERATORS and not replaying and captured.eager.casting:
+        yield CASTS_INSIDE
     if isinstance(captured, ReplayedStep) and captured.otherwise_rounded:
         yield PRODUCTS_INSIDE
     if replaying and has_householder(captured.eager):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from planner._torch.autocast_state import below_autograd
 from planner._torch.autograd import backward_keeps_graph, engine_asks, graph_is_kept
 from planner._torch.execution.settings import set_as, settings
 from planner._torch.execution.written_over import WrittenOver, is_held_alone, operators_run_once
@@ -14,7 +15,7 @@ from planner.graph.replay.rng import run_from_state
 from planner.graph.replay.rnn_reserve import with_reserve
 from planner.replay.calls import is_batch_norm, results_of, without_statistics
 from planner.replay.loaded_program import LoadedProgram
-from planner.replay.noted import Held, InSlot, arguments_of, below_autograd, view_of
+from planner.replay.noted import Held, InSlot, arguments_of, view_of
 from planner.replay.program import PlannedCall, Run
 from planner.replay.slots import Slots
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from planner._torch import operators
+from planner._torch.execution.cast_inside import casts_inside
 from planner._torch.tensors import SPARSE
 from planner.training_step.user_lines import is_users_file
 
@@ -122,7 +123,7 @@ def draws(func: Any) -> bool:
     )
 
 
-def why_not_noted(args: Any, kwargs: Any) -> str | None:
+def why_not_noted(func: Any, args: Any, kwargs: Any) -> str | None:
     """Why a call does not run again for what it is handed; None where it may.
 
     A generator has moved on by then. Memory of a sparse tensor is no operand: nothing keeps it until then.
@@ -133,7 +134,7 @@ def why_not_noted(args: Any, kwargs: Any) -> str | None:
             return "it draws from a generator that it was handed"
         if isinstance(one, torch.Tensor) and one.layout in SPARSE:
             return "it reads a sparse tensor"
-    return None
+    return "autocast may cast what it calls inside" if casts_inside(func) else None
 
 
 @functools.cache

@@ -17,6 +17,7 @@ import torch
 from planner._torch import operators
 from planner._torch.autograd import CountingMode, graph_is_kept
 from planner._torch.execution.bernoulli_draws import FASTER
+from planner._torch.execution.cast_inside import dispatched_casting, is_noted, noted_operators
 from planner._torch.tensors import alias_of, is_wrapper, without_history
 from planner.errors import FreedError, InputsChanged
 from planner.parallel.units import ROOT, Units
@@ -250,6 +251,8 @@ class Following(CountingMode):
         self.step = step
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in noted_operators and is_noted():
+            return dispatched_casting(self.__torch_dispatch__, func, types, args, kwargs)
         if types and any(map(is_wrapper, types)):
             return NotImplemented
         if not is_counted(func):

@@ -1,7 +1,6 @@
 """What a followed forward notes to run its calls again: arguments, generator states, settings."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -100,15 +99,3 @@ def arguments_of(recipe: Recipe, kind: type) -> list[Any]:
         elif type(argument) is list:
             pending += argument
     return found
-
-
-def below_autograd() -> AbstractContextManager[Any]:
-    """A context in which operators run as below autograd in the forward: without saves and autocast."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    if not kinds and not torch.is_grad_enabled():
-        return nullcontext()  # as in most backwards
-    stack = ExitStack()
-    stack.enter_context(torch.no_grad())
-    for kind in kinds:
-        stack.enter_context(torch.autocast(kind, enabled=False))
-    return stack

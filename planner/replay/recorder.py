@@ -154,8 +154,9 @@ class SavesRecorder(CountingMode, StepRecorder):
         # Tensors that the forward read, by their id and storage.
         self._read: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = self.dispatched(func, types, args, kwargs)
+    def dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator, and record it with its details."""
+        out = super().dispatched(func, types, args, kwargs)
         if func is ASKS_FOR_DEVICE or self._paused or out is NotImplemented:
             return out
         events, details = self.recording.events, self.saved.details
@@ -226,7 +227,7 @@ class SavesRecorder(CountingMode, StepRecorder):
             tuple(map(self.index_of, operands)),
             tuple(map(self.index_of, results_of(out))),
             tuple(map(self.index_of, writes)),
-            why_not_noted(args, kwargs),
+            why_not_noted(func, args, kwargs),
             self._outside(self._note_reads(reads)),
             self._outside(writes),
             self._outside(statistics_of(func, args)),

@@ -68,7 +68,7 @@ class Slots:
         """Run a planned call of the forward: note it, keep its results, or pack its mask, as planned."""
         state = recipe = None
         writes = operators.writes(func) and not is_batch_norm(func)
-        if call.noted and can_run_again(func) and why_not_noted(args, kwargs) is None:
+        if call.noted and can_run_again(func) and why_not_noted(func, args, kwargs) is None:
             if draws(func):
                 state = state_before(func, args, kwargs)
             operands = iter(call.operands)

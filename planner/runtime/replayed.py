@@ -8,6 +8,7 @@ import torch
 
 from planner._torch import modules
 from planner._torch.autograd import saved_tensors_hooks_are_allowed
+from planner._torch.execution.cast_inside import note_operators
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner._torch.tracing.hindrances import END_IT
 from planner.blocks.running import blocks_run_as_written
@@ -64,6 +65,7 @@ def _followers(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Functions that run a module by a plan: one for the planned shape, which also warns of larger saved
     tensors, and one for other shapes."""
+    note_operators()
     loaded, warned, begun = LoadedProgram(program_of(plan)), False, 0
     planned = plan.target.parallel
     # Calls by hooks on these modules are not counted: fully_shard gathers and frees by such hooks.

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from planner._torch import autograd, fake, operators
+from planner._torch.execution.cast_inside import dispatched_casting, is_noted, note_operators, noted_operators
 from planner._torch.execution.linear_layers import Product
 from planner._torch.execution.saved_numbers import SavedNumbers
 from planner._torch.own_code import meant, stand_in
@@ -95,6 +96,7 @@ class Recording:
         results: The storages of outputs that a pipeline does not hold beyond a micro-batch's backward. It
             does hold those that are sent to the next stage, unless it frees them early.
         sent: The storages of outputs that are sent to the next stage of a pipeline, which then frees them.
+        casting: Whether autocast may cast what an operator calls inside.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -104,6 +106,7 @@ class Recording:
     gradients: frozenset[int] = frozenset()
     results: frozenset[int] = frozenset()
     sent: frozenset[int] = frozenset()
+    casting: bool = False
 
 
 class StepRecorder(autograd.InfrastructureMode):
@@ -159,6 +162,9 @@ class StepRecorder(autograd.InfrastructureMode):
         self._is_resident([held for tensor in (*resident, *gradients) for held in held_tensors(tensor)])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in noted_operators and is_noted():
+            self.recording.casting = True
+            return dispatched_casting(self.dispatched, func, types, args, kwargs)
         return self.dispatched(func, types, args, kwargs)
 
     def dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -236,6 +242,7 @@ class StepRecorder(autograd.InfrastructureMode):
         return out
 
     def __enter__(self) -> "StepRecorder":
+        note_operators()
         # torch.utils.checkpoint saves states of the generator, which no dispatch mode sees, nor does one see
         # that invertible layers let go of their inputs' memory.
         state = stand_in(not_compiled(self._save_generator_state), self._generator_state)
