@@ -1,6 +1,6 @@
 """The file that keeps measured workspaces, and the text by which an operator is found in it.
 
-JSON: ``{"format": 6, "environments": {environment: {call: [workspace bytes, output bytes...]}}}``.
+JSON: ``{"format": 8, "environments": {environment: {call: [workspace bytes, output bytes...]}}}``.
 A file that cannot be read or written is no error: its entries are measured again.
 """
 
@@ -23,7 +23,7 @@ from planner.planfile.atomic_file import write_atomically
 
 logger = logging.getLogger(__name__)
 
-CACHE_FORMAT = 7
+CACHE_FORMAT = 8
 """To be raised, too, when operators of the planner's own allocate otherwise than before."""
 
 _LARGEST_FILE = 1 << 30

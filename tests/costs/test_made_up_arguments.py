@@ -42,3 +42,21 @@ def test_a_batch_of_exponentials_is_measured_with_norms_of_which_none_are_alike(
     call = Call(aten.linalg_matrix_exp.default, (torch.empty(5, 10, 10, device="meta"),), {})
     (memory,) = WorkspaceMeter("cpu", None).measure([call])
     assert memory.workspace_bytes + sum(memory.output_bytes) == peak
+
+
+@pytest.mark.skipif(not hasattr(aten, "_grouped_mm"), reason="grouped products came later")
+@pytest.mark.parametrize("form", ["rows", "inner"])
+def test_grouped_products_are_measured_with_all_rows_in_one_group(form: str) -> None:
+    x, y = torch.randn(96, 64).bfloat16(), torch.randn(96, 32).bfloat16()
+    weights = torch.randn(3, 64, 32).bfloat16()
+    tensors = (x, weights) if form == "rows" else (x.t(), y)
+
+    def peak(*ends: int) -> int:
+        given = (*tensors, torch.tensor(ends, dtype=torch.int32))
+        return measure_peak(lambda: aten._grouped_mm(*given), "cpu").peak_bytes
+
+    without_data = (*(t.to("meta") for t in tensors), torch.empty(3, dtype=torch.int32, device="meta"))
+    (memory,) = WorkspaceMeter("cpu", None).measure([Call(aten._grouped_mm.default, without_data, {})])
+    most = memory.workspace_bytes + sum(memory.output_bytes)
+    assert most == peak(96, 96, 96)
+    assert most >= max(peak(32, 64, 96), peak(1, 2, 96), peak(0, 50, 96))

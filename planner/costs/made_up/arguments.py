@@ -68,6 +68,14 @@ def _other_norms(args: list[Any]) -> None:
         matrices *= (2.0**halvings).to(matrices.dtype).view(*batch, 1, 1)
 
 
+def _rows_in_one_group(args: list[Any]) -> None:
+    """Put all rows into the first group. Data decide how many each has, and in half precision oneDNN takes
+    memory by the largest: what is predicted then is the most that a step takes."""
+    first, second, ends = args[:3]
+    if ends is not None:
+        ends.fill_(second.shape[1] if first.dim() == 3 else first.shape[3 - second.dim()])
+
+
 _CHANGES: dict[object, Callable[[list[Any]], None]] = {
     aten.mkldnn_rnn_layer_backward: _mkldnn_rnn_reserve,
     aten._cudnn_rnn_backward: _cudnn_rnn_reserve,
@@ -79,3 +87,5 @@ _CHANGES: dict[object, Callable[[list[Any]], None]] = {
     aten._assert_async: _true_condition,
     aten._functional_assert_async: _true_condition,
 }
+if hasattr(aten, "_grouped_mm"):  # since 2.8
+    _CHANGES[aten._grouped_mm] = _rows_in_one_group
