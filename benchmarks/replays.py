@@ -3,8 +3,12 @@
     python benchmarks/zoo.py --backend replay --results out/zoo-replay.jsonl
     python benchmarks/replays.py [--replays out/zoo-replay.jsonl] [--graphs docs/zoo.md]
                                  [--earlier docs/results/replay.md] [--out docs/results/replay.md]
+    python benchmarks/zoo.py --backend replay --variant autocast --budgets min --solver sqrt_n \\
+        --results out/autocast.jsonl
+    python benchmarks/replays.py --variants out/autocast.jsonl [...] --out docs/results/replay-variants.md
 
-Nothing is run: the results of the zoo are read, and for graphs its page.
+Nothing is run: the results of the zoo are read, and for graphs its page. Results of variants are named after
+them.
 """
 
 import argparse
@@ -50,6 +54,14 @@ add up to it. By reason, what graphs do otherwise:
 - *not made again*: the reason is that of `planner/replay/repeatable.py`.
 - *left by the step*: outputs and gradients, in both ways.
 - *made again*, *kept by the plan*, *states of generators*: the solver's choice.\
+""".splitlines()
+
+
+_OF_VARIANTS = """\
+Made by `python benchmarks/replays.py --variants` of what `python benchmarks/zoo.py --backend replay --variant
+VARIANT --budgets min --solver sqrt_n` had measured: each model is planned for the least peak, run, and
+compared with the unplanned step, bit for bit. *Not comparable*: unplanned steps differ from each other.
+*Unable*: the model does not run so without a plan either.\
 """.splitlines()
 
 
@@ -160,6 +172,44 @@ def markdown(
     return "\n".join([*lines, "", *(["## What was said", "", *notes, ""] if notes else [])])
 
 
+def of_variants(results: dict[str, dict[str, dict[str, Any]]], made: int) -> str:
+    """The results of variants as a page of the documentation, by the names of the variants and models."""
+    head = [
+        "variant",
+        "models",
+        "ok",
+        "not comparable",
+        "unable",
+        "refused",
+        "OVER BUDGET",
+        "DIFFERENT",
+        "FAILED",
+    ]
+    lines = [
+        "# Replays of other steps of the same models",
+        "",
+        *_OF_VARIANTS,
+        "",
+        "| " + " | ".join([*head, "measured is predicted"]) + " |",
+        "|" + "---|" * (len(head) + 1),
+    ]
+    others: list[str] = []
+    for name, rows in results.items():
+        verdicts = {model: verdict(row) for model, row in rows.items()}
+        done = [b for row in rows.values() for b in row.get("budgets", {}).values() if "ok" in b]
+        exact = sum(b["measured_bytes"] == b["predicted_bytes"] for b in done)
+        counts = [sum(word == found for found in verdicts.values()) for word in head[2:]]
+        cells = [name, f"{len(rows)} of {made}", *map(str, counts), f"{exact} of {len(done)}"]
+        lines.append("| " + " | ".join(cells) + " |")
+        for model, word in verdicts.items():
+            if word != "ok":
+                said = next(_said(rows[model]), "") or "; ".join(
+                    problem for b in rows[model]["budgets"].values() for problem in b.get("problems", ())[:1]
+                )
+                others.append(f"- {name}, `{model}`: {word}: {one_line(said)}")
+    return "\n".join([*lines, "", "## Those that are not ok", "", *others, ""])
+
+
 def _explained(
     far: dict[str, float], graphs: dict[str, Planned], rows: dict[str, dict[str, Any]]
 ) -> Iterator[str]:
@@ -197,7 +247,12 @@ def main() -> None:
     parser.add_argument("--graphs", type=Path, default=ROOT / "docs" / "zoo.md")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "replay.md")
     parser.add_argument("--earlier", type=Path, help="an earlier page, for models that have no results")
+    parser.add_argument("--variants", type=Path, nargs="+", help="results of variants, for a page of them")
     options = parser.parse_args()
+    if options.variants:
+        results = {path.stem: load(path) for path in options.variants}
+        options.out.write_text(of_variants(results, len(zoo.everything())))
+        return
     earlier = {} if options.earlier is None else of_page(options.earlier.read_text())
     graphs = by_graphs(options.graphs.read_text())
     options.out.write_text(markdown(load(options.replays), graphs, len(zoo.everything()), earlier))
