@@ -86,8 +86,8 @@ def test_a_sparse_tensor_in_a_list_is_not_noted() -> None:
 
 
 def test_numbers_are_drawn_again_on_the_device_that_a_call_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else of such a call tells it. What is from outside PyTorch may draw from Python's generators, and a
-    seed on the CPU, too."""
+    """Nothing else of such a call tells it. What is from outside PyTorch may draw from Python's
+    generators, and a seed on the CPU, too."""
     monkeypatch.setattr(rng, "generator_state", lambda *_: torch.empty(0))
     library = torch.library.Library("planner_test_draws", "FRAGMENT")
     library.define("draw(Tensor x) -> Tensor")
