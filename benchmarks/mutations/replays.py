@@ -59,7 +59,7 @@ REPLAYS = [
         (
             Change(
                 "planner/replay/recorder.py",
-                "            self._look_for_other_memory()\n",
+                "            self._look_for_changes()\n",
                 "",
             ),
         ),

@@ -138,8 +138,7 @@ class Backward:
         slots = self._slots
         if run.bits >= 0:
             for _, slot in run.store:
-                bits = slots.tensors.get(run.bits)
-                if bits is not None:
+                if (bits := slots.tensors.get(run.bits)) is not None:
                     slots.put(slot, slots.unpack[slot](bits))
         elif all(call in slots.recipes for call in run.calls):  # else an earlier backward has freed them
             made = self._results(run.calls)

@@ -15,12 +15,10 @@ import torch
 from planner._torch import operators
 from planner._torch.execution.cast_inside import casts_inside
 from planner._torch.tensors import SPARSE
+from planner.training_step.recorder import QUERIES
 from planner.training_step.user_lines import is_users_file
 
 aten = torch.ops.aten
-
-QUERIES = ("prim::device", "aten::sym_size", "aten::sym_stride", "aten::size", "aten::stride")
-"""Queries of a tensor subclass, which a dispatch mode sees as calls of operators."""
 
 DETACH = aten.detach.default
 """The operator that autograd calls when it unpacks a node's own result."""
@@ -65,14 +63,12 @@ def tensors_among(values: Any) -> Iterator[torch.Tensor]:
 
 def results_of(out: Any) -> Iterator[torch.Tensor]:
     """The tensors that an operator returned, in order."""
-    return tensors_among(out if isinstance(out, list | tuple) else (out,))
+    return tensors_among((out,))
 
 
 def operands_of(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """The tensors that an operator was given, in order."""
-    yield from tensors_among(args)
-    if kwargs:
-        yield from tensors_among(kwargs.values())
+    yield from tensors_among((*args, *(kwargs or {}).values()))
 
 
 @functools.cache

@@ -196,7 +196,7 @@ class _Builder:
     def run(self) -> None:
         """Make the rows of the step."""
         saved, events = self.saved, self.events
-        repeatable = [self._repeatable.may_run_again(index) for index in range(len(events))]
+        repeatable = [self._repeatable.why_not(index) is None for index in range(len(events))]
         remade = {s for index, event in enumerate(events) if repeatable[index] for s in event.allocates}
         self._remade = remade
         self._unasked = self._find_unasked(repeatable)
@@ -315,14 +315,14 @@ class _Builder:
         op.writes = tuple(dict.fromkeys(writes))
         self.rows.append(_Row(index, op, outputs))
         self.sources.append(source)
-        if in_forward and self._draws(index) and (can_rerun or self._writes_remade(details)):
+        remade = can_rerun or any(storage in self._remade for storage in details.written)
+        if in_forward and remade and self._draws(index):
             state = ValueId(len(self.values))
-            self.values.append(Value(self._state_bytes(), f"generator state of {name}", on_demand=True))
+            foreign = operators.is_foreign(self.saved.operators[details.position])
+            size = 0 if foreign else self._state_bytes()  # that is in memory of Python's
+            self.values.append(Value(size, f"generator state of {name}", on_demand=True))
             self._states[index] = state
             op.outputs = (*outputs, state)
-
-    def _writes_remade(self, details: CallDetails) -> bool:
-        return any(storage in self._remade for storage in details.written)
 
     def _draws(self, index: int) -> bool:
         details = self.saved.details[index]

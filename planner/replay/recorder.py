@@ -151,8 +151,8 @@ class SavesRecorder(CountingMode, StepRecorder):
         self._finalizers: list[Any] = []  # weak references: their callbacks run while they are held
         self._in_forward = False
         self._versions: dict[int, int] = {}  # by storage that the forward made: its writes so far
-        # Tensors that the forward read, by their id and storage.
-        self._read: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}
+        # Tensors that the forward read, by their id and storage, with the version that it read last.
+        self._read: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], int | None]] = {}
 
     def dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, and record it with its details."""
@@ -181,7 +181,7 @@ class SavesRecorder(CountingMode, StepRecorder):
         finally:
             before.remove()
             after.remove()
-            self._look_for_other_memory()
+            self._look_for_changes()
             self._in_forward = self.under_a_mode = False
             self.saved.forward_events = len(self.recording.events)
 
@@ -256,30 +256,41 @@ class SavesRecorder(CountingMode, StepRecorder):
             self.saved.own_counters.add(number)
 
     def _note_reads(self, reads: list[torch.Tensor]) -> list[torch.Tensor]:
-        for tensor in reads:
+        for tensor in reads if self._in_forward else ():
             base = tensor if tensor._base is None or tensor._base.layout in SPARSE else tensor._base
-            if self._in_forward and self.index_of(base) < 0:
-                self._read.setdefault((id(base), self.memory_of(base)), weakref.ref(base))
+            key = id(base), self.memory_of(base)
+            self._look_at(key, len(self.recording.events) - 1)
+            self._read[key] = weakref.ref(base), version_of(base)
         return reads
 
-    def _look_for_other_memory(self) -> None:
-        """Notice tensors that got other memory after the forward read them, by ``tensor.data = other``: a
-        re-run would read that."""
-        for (_, memory), tensor_of in self._read.items():
-            tensor = tensor_of()
-            if tensor is not None and self.memory_of(tensor) != memory:
-                self.saved.outside_unseen[memory] = len(self.recording.events)
+    def _look_for_changes(self) -> None:
+        for key, (tensor_of, _) in self._read.items():
+            if (tensor := tensor_of()) is not None:
+                self._check_counter(tensor)
+                self._look_at(key, len(self.recording.events))
         self._read.clear()
+
+    def _look_at(self, key: tuple[int, int], now: int) -> None:
+        """Notice that a tensor has another version than when it was read, or other memory, by ``tensor.data =
+        other``: a re-run would read that. No operator need have written: ``mark_dirty`` counts a write, too,
+        and so does ``torch.autograd.graph.increment_version``."""
+        tensor_of, version = self._read.get(key, (lambda: None, None))
+        if (tensor := tensor_of()) is None:
+            return
+        number, counted = self.index_of(tensor), version_of(tensor) != version
+        if self.memory_of(tensor) != key[1] or (counted and number < 0):
+            self.saved.outside_unseen[key[1]] = now
+        elif counted and number in self.saved.own_counters:
+            self.saved.unseen[number] = now
 
     def _outside(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
         return tuple(self.memory_of(t) for t in tensors if self.index_of(t) < 0)
 
     def _resize_storage(self, storage: torch.UntypedStorage, size: int) -> Any:
-        number = self._known.get(storage_number(storage), -1)
-        if not self._paused and number >= 0:
-            self.saved.unseen[number] = len(self.recording.events)
+        number, now = self._known.get(storage_number(storage), -1), len(self.recording.events)
         resized = super()._resize_storage(storage, size)
         if not self._paused and number >= 0:
+            self.saved.unseen[number] = now
             self.saved.own_counters.add(self._known[storage_number(storage)])
         return resized
 
@@ -302,11 +313,9 @@ class SavesRecorder(CountingMode, StepRecorder):
         if number < 0:
             return tensor
         self._check_counter(tensor)
-        form: Any = None
-        if not fake.is_fake(tensor):
-            with self.pause():
-                form = strided_copy(tensor.detach())
-        packed = _PackedForm(Form.of(tensor) if form is None else form, number, len(saved.saves) - 1)
+        with self.pause():
+            form = Form.of(tensor) if fake.is_fake(tensor) else strided_copy(tensor.detach())
+        packed = _PackedForm(form, number, len(saved.saves) - 1)
         events = self.recording.events
 
         def released(_: Any) -> None:

@@ -78,10 +78,6 @@ class Repeatable:
         maker = self._maker.get(storage)
         return maker is not None and self._saved.details[maker].unit not in (unit, ROOT)
 
-    def may_run_again(self, index: int) -> bool:
-        """Whether a call, with the calls that write over its results, can run again in the backward."""
-        return self.why_not(index) is None
-
     def why_not(self, index: int) -> str | None:
         """Why a call, with the calls that write over its results, cannot run again; None where it can."""
         allocates = self._events[index].allocates

@@ -45,8 +45,8 @@ from planner.training_step.examples import Examples
 from planner.training_step.step import NESTED, Step, tensors_in
 from planner.training_step.unseen_writes import UnseenWrites
 
-# Queries that a tensor subclass sees as operations; they allocate nothing.
-_NOT_OPERATIONS = ("prim::device", "aten::sym_size", "aten::sym_stride", "aten::size", "aten::stride")
+QUERIES = ("prim::device", "aten::sym_size", "aten::sym_stride", "aten::size", "aten::stride")
+"""Queries of a tensor subclass, which a dispatch mode sees as calls of operators; they allocate nothing."""
 
 
 @dataclass(slots=True)
@@ -177,7 +177,7 @@ class StepRecorder(autograd.InfrastructureMode):
                 raise CaptureError(NESTED)
             return NotImplemented  # it runs operations on the tensors that it holds, which are recorded
         # Operators of higher order run the operators that they are made of, which are recorded themselves.
-        if self._paused or not operators.is_operator(func) or schema_of(func).name in _NOT_OPERATIONS:
+        if self._paused or not operators.is_operator(func) or schema_of(func).name in QUERIES:
             return func(*args, **kwargs)
         self._record_saved_number()
         node = autograd.running_node_number()

@@ -87,7 +87,8 @@ def test_a_sparse_tensor_in_a_list_is_not_noted() -> None:
 
 
 def test_numbers_are_drawn_again_on_the_device_that_a_call_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else of such a call tells it. What is from outside PyTorch may draw a seed on the CPU, too."""
+    """Nothing else of such a call tells it. What is from outside PyTorch may draw from Python's
+    generators, and a seed on the CPU, too."""
     monkeypatch.setattr(rng, "generator_state", lambda *_: torch.empty(0))
     library = torch.library.Library("planner_test_draws", "FRAGMENT")
     library.define("draw(Tensor x) -> Tensor")
@@ -97,4 +98,4 @@ def test_numbers_are_drawn_again_on_the_device_that_a_call_names(monkeypatch: py
     assert rng.state_before(aten.rand.default, ([3],), {})[1:] == ("cpu", None)
     assert rng.state_before(aten.native_dropout.default, (x, 0.1, True), {})[1:] == ("meta", None)
     foreign = torch.ops.planner_test_draws.draw.default
-    assert rng.state_before(foreign, (x,), {})[1:] == ("meta+cpu", None)
+    assert rng.state_before(foreign, (x,), {})[1:] == ("meta+cpu+python", None)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -982,3 +983,85 @@ def test_what_is_read_in_the_backward_is_waited_for(monkeypatch: pytest.MonkeyPa
     model(x).backward()
     assert waited
     assert waited <= noted
+
+
+class WritesOver(torch.autograd.Function):
+    """Writes over its input, and reads that before PyTorch is told of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor, told: str) -> Tensor:
+        x.mul_(factor)
+        ctx.save_for_backward(factor, x.clone())
+        if told == "mark_dirty":
+            ctx.mark_dirty(x)
+        else:
+            torch.autograd.graph.increment_version(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        factor, made = ctx.saved_tensors
+        return gradient * factor, gradient * made / factor, None
+
+
+@pytest.mark.parametrize("read_again", [False, True])
+@pytest.mark.parametrize("told", ["mark_dirty", "increment_version"])
+def test_a_write_that_is_told_of_late_is_no_change_after_the_forward(told: str, read_again: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.linear(x))
+            factor = torch.exp(x)
+            written = WritesOver.apply(x.clone() if told == "mark_dirty" else x.detach() + 1, factor, told)
+            x = torch.tanh(x + (written.sin() if read_again else written * 2))
+            return torch.tanh(self.linear(x)).square().mean()
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(64, 32)
+    plan, eager = _planned(model, x), copy.deepcopy(model)
+    assert plan.recomputed_operations
+    plan.apply(model)
+    assert _same(model, eager, lambda one: one(x).backward())
+
+
+@torch.library.custom_op("planner_test_replayed::noise", mutates_args=())
+def _noise(x: Tensor) -> Tensor:
+    return x * random.random() + torch.from_numpy(np.random.rand(*x.shape)) + torch.rand_like(x)
+
+
+_noise.register_fake(torch.empty_like)
+
+
+@pytest.mark.parametrize("backend", ["replay", pytest.param("graph", marks=needs_graphs)])
+def test_an_operator_of_the_users_draws_the_same_numbers_again(backend: Any) -> None:
+    """From PyTorch's, Python's and numpy's generators. None of them says so."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32, dtype=torch.double)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = torch.tanh(self.linear(x))
+                x = x * _noise(x.detach())
+            return x.square().mean()
+
+    def step(one: nn.Module) -> None:
+        random.seed(0)
+        np.random.seed(0)
+        one(x).backward()
+        drawn.append((random.random(), np.random.rand()))
+
+    torch.manual_seed(0)
+    model, x, drawn = Model(), torch.randn(64, 32, dtype=torch.double), list[Any]()
+    operator = "planner_test_replayed.noise.default"
+    plan = planner.plan(model, (x,), budget="min", backend=backend, recompute=[operator])
+    assert plan.recomputed_operations
+    eager = copy.deepcopy(model)
+    plan.apply(model)
+    assert _same(model, eager, step)
+    assert drawn[0] == drawn[1]

@@ -2,13 +2,17 @@
 
 Eager draws once; a second draw would give other numbers, and leave the generator elsewhere. So the first run
 leaves the state, the second runs from it, and the generator is put back. Operations from outside PyTorch,
-which may draw numbers without saying so, are run again in this way too. Emitted graphs call these functions.
+which may draw numbers without saying so, from Python's and numpy's generators too, are run again in this way.
+Emitted graphs call these functions.
 """
 
 import contextlib
+import pickle
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
@@ -46,7 +50,14 @@ RULES = (RandomNumbers(),)
 def generator_state(devices: str, device_index: int | None) -> torch.Tensor:
     """The state of the default generators of :func:`generator_device`, a byte tensor on the CPU."""
     states = [generator.get_state() for generator in _generators(devices, device_index)]
-    return states[0] if len(states) == 1 else torch.cat(states)
+    if len(states) == 1:
+        return states[0]
+    # In memory of Python's, which PyTorch does not count.
+    return _of_bytes(b"".join(state.numpy().tobytes() for state in states))
+
+
+def _of_bytes(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def state_before(operator: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, str, int | None]:
@@ -75,7 +86,7 @@ def run_from_state(
 
 
 @contextlib.contextmanager
-def _in_state(generator: torch.Generator, state: torch.Tensor) -> Iterator[None]:
+def _in_state(generator: Any, state: torch.Tensor) -> Iterator[None]:
     """Let a generator draw from a state for a while.
 
     A GPU's generator draws by another generator's state: setting its own state would also have cuDNN's
@@ -97,20 +108,39 @@ def _in_state(generator: torch.Generator, state: torch.Tensor) -> Iterator[None]
         put(present)
 
 
+class _OfPython:
+    """The generators of Python and numpy as one of PyTorch's."""
+
+    device = torch.device("cpu")
+    BYTES = 8192
+    """Of a state, filled with zeros: those of both generators take up to 7.2 KiB."""
+
+    def get_state(self) -> torch.Tensor:
+        states = random.getstate(), np.random.get_state(legacy=False)
+        return _of_bytes(pickle.dumps(states).ljust(self.BYTES, b"\0"))
+
+    def set_state(self, state: torch.Tensor) -> None:
+        of_python, of_numpy = pickle.loads(state.numpy().tobytes())
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
 def generator_state_bytes(devices: str) -> int:
-    """Bytes of a saved generator state on the CPU; none elsewhere, as it is on the host."""
+    """Bytes that PyTorch allocates for a saved generator state: none but for one on the CPU alone."""
     return int(torch.default_generator.get_state().nbytes) if devices == "cpu" else 0
 
 
 def state_bytes(devices: str) -> int:
     """Bytes of what :func:`generator_state` returns; CUDA's generators save a seed and an offset."""
-    return sum(16 if kind == "cuda" else generator_state_bytes("cpu") for kind in devices.split("+"))
+    sizes = {"cuda": 16, "python": _OfPython.BYTES}
+    return sum(sizes.get(kind) or generator_state_bytes("cpu") for kind in devices.split("+"))
 
 
 def generator_device(node: Node) -> tuple[str, int | None]:
     """The device whose generator a random operation draws from, and its index.
 
-    An operation from outside PyTorch on another device may draw a seed on the CPU as well: "cuda+cpu".
+    An operation from outside PyTorch may draw from Python's and numpy's as well, and on another device from
+    the CPU's: "cpu+python", "cuda+cpu+python".
     """
     for candidate in (node, *node.all_input_nodes):
         value = candidate.meta.get("val")
@@ -122,17 +152,19 @@ def generator_device(node: Node) -> tuple[str, int | None]:
 
 
 def _on_device(operator: Any, device: torch.device) -> tuple[str, int | None]:
-    both = device.type != "cpu" and operators.is_foreign(operator)
-    return f"{device.type}+cpu" if both else device.type, device.index
+    kind = device.type
+    if operators.is_foreign(operator):
+        kind = "cpu+python" if kind == "cpu" else f"{kind}+cpu+python"
+    return kind, device.index
 
 
-def _generators(devices: str, device_index: int | None) -> list[torch.Generator]:
-    found = []
+def _generators(devices: str, device_index: int | None) -> list[Any]:
+    found = list[Any]()
     for kind in devices.split("+"):
         if kind == "cuda":
             torch.cuda.init()
             index = torch.cuda.current_device() if device_index is None else device_index
             found.append(torch.cuda.default_generators[index])
         else:
-            found.append(torch.default_generator)
+            found.append(_OfPython() if kind == "python" else torch.default_generator)
     return found
