@@ -29,7 +29,7 @@ def checked_inputs(inputs: str) -> InputsAre:
     Raises:
         InputsError: It has neither of the two values.
     """
-    if inputs not in get_args(InputsAre):
+    if not isinstance(inputs, str) or inputs not in get_args(InputsAre):
         raise InputsError(f"inputs={inputs!r}: expected {' or '.join(map(repr, get_args(InputsAre)))}")
     return inputs  # type: ignore[return-value]
 

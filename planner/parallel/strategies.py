@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from planner.errors import PlannerError
+from planner.planfile.schema import MOST_RANKS, MOST_SECONDS
 
 
 class ParallelError(PlannerError, ValueError):
@@ -50,7 +51,7 @@ class FSDP2:
     kind: ClassVar[str] = "fsdp2"
 
     def __post_init__(self) -> None:
-        _check_world_size(self.world_size)
+        _check_count("world_size", self.world_size, "ranks")
         reshard = self.reshard_after_forward
         if not (reshard is None or isinstance(reshard, bool)):
             divides = isinstance(reshard, int) and 1 < reshard < self.world_size
@@ -65,10 +66,7 @@ class FSDP2:
                 raise ParallelError(f"{name}={dtype!r}: expected a floating-point dtype, as torch.bfloat16")
         if not isinstance(self.no_sync, bool):
             raise ParallelError(f"no_sync={self.no_sync!r}: expected True or False")
-        if not isinstance(self.replicas, int) or isinstance(self.replicas, bool) or self.replicas < 1:
-            raise ParallelError(
-                f"replicas={self.replicas!r}: expected a number of groups of ranks, 1 or more"
-            )
+        _check_count("replicas", self.replicas, "groups of ranks")
         kept: Any = self.kept_gathered
         listed = isinstance(kept, tuple | list)
         if not listed or not all(isinstance(x, str) and all(x.split("+")) for x in kept):
@@ -121,10 +119,12 @@ class DDP:
     kind: ClassVar[str] = "ddp"
 
     def __post_init__(self) -> None:
-        _check_world_size(self.world_size)
+        _check_count("world_size", self.world_size, "ranks")
         cap = self.bucket_cap_mb
-        if not isinstance(cap, int | float) or isinstance(cap, bool) or not cap > 0:
-            raise ParallelError(f"bucket_cap_mb={cap!r}: expected a number of megabytes, more than 0")
+        if not isinstance(cap, int | float) or isinstance(cap, bool) or not 0 < cap <= MOST_SECONDS:
+            raise ParallelError(
+                f"bucket_cap_mb={cap!r}: expected a number of megabytes, more than 0, not infinity"
+            )
         if not isinstance(self.gradient_as_bucket_view, bool):
             raise ParallelError(
                 f"gradient_as_bucket_view={self.gradient_as_bucket_view!r}: expected True or False"
@@ -152,7 +152,7 @@ def read_parallel(value: Parallel) -> FSDP2 | DDP | None:
         raise ParallelError(f"parallel={value!r}: expected {_EXPECTED}")
     head, *others = value.split(",")
     kind, _, size = head.strip().lower().partition(":")
-    if kind not in _KINDS or not size.isdecimal():
+    if kind not in _KINDS or not size.isdecimal() or len(size) > len(str(MOST_RANKS)):
         raise ParallelError(f"parallel={value!r}: expected {_EXPECTED}")
     arguments: dict[str, Any] = {"world_size": int(size)}
     for other in others:
@@ -216,6 +216,6 @@ def _read(text: str) -> Any:
         return text
 
 
-def _check_world_size(size: object) -> None:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ParallelError(f"world_size={size!r}: expected a number of ranks, 1 or more")
+def _check_count(name: str, count: object, of: str) -> None:
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_RANKS:
+        raise ParallelError(f"{name}={count!r:.40}: expected a number of {of}, 1 to {MOST_RANKS:,}")

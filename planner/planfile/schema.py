@@ -21,10 +21,15 @@ BY_OPERATORS = ("eager", "cudagraphs")
 
 MOST_OPS = MOST_STEPS = 2_000_000
 """Operations of a graph, and rows of its schedule: bounds what it takes to read a hostile file."""
+MOST_IN_FLIGHT = 1_000_000
+"""Micro-batches of a pipeline."""
+MOST_RANKS = 10_000_000
+MOST_SECONDS = 1e15
+"""Also megabytes of a bucket."""
 _TIMELINE_POINTS = 600
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
-Seconds = Annotated[float, Field(ge=0, le=1e15)]
+Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
 Index = Annotated[int, Field(ge=0, lt=MOST_OPS)]
 _MOST_CHARACTERS = 2000
 Name = Annotated[str, StringConstraints(max_length=_MOST_CHARACTERS)]
@@ -37,7 +42,9 @@ Listed = Annotated[list[_T], FailFast()]
 
 
 def shortened(text: str) -> str:
-    """A text as a plan file may hold it: some errors of PyTorch's list all arguments."""
+    """A text as a plan file may hold it: some errors of PyTorch's list all arguments, and names of files may
+    be in no encoding."""
+    text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 4]} ..."
 
 
@@ -219,8 +226,8 @@ class ParallelRecord(Record):
     """How the model is trained on many ranks; the plan is one rank's."""
 
     kind: Literal["fsdp2", "ddp", "tensor"]
-    world_size: Annotated[int, Field(ge=1, le=10_000_000)]
-    tensor_ranks: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
+    world_size: Annotated[int, Field(ge=1, le=MOST_RANKS)]
+    tensor_ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] = Field(
         default=1, description="fsdp2: among how many ranks parallelize_module distributed what is sharded"
     )
     reshard_after_forward: bool | Count | None = Field(
@@ -232,7 +239,7 @@ class ParallelRecord(Record):
         default=None,
         description="fsdp2: whether gradients of micro-batches are added up before they are reduced",
     )
-    replicas: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
+    replicas: Annotated[int, Field(ge=1, le=MOST_RANKS)] = Field(
         default=1, description="fsdp2: in how many groups of ranks the model is sharded, each as the others"
     )
     kept_gathered: Listed[Name] = Field(
@@ -270,7 +277,7 @@ class Target(Record):
     parallel: ParallelRecord | None = Field(
         default=None, description="the ranks that train the model; null: a single process"
     )
-    in_flight: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
+    in_flight: Annotated[int, Field(ge=1, le=MOST_IN_FLIGHT)] | None = Field(
         default=None,
         description="micro-batches of a pipeline that have had their forward when the first backward begins; "
         "null: no pipeline",

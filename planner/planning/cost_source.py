@@ -39,7 +39,7 @@ def check_costs(costs: CostSource, here: torch.device, target: Device, *, at_han
     Raises:
         CostsError: There is no such source, or the device is not here.
     """
-    if costs not in get_args(CostSource):
+    if not isinstance(costs, str) or costs not in get_args(CostSource):
         *most, last = map(repr, get_args(CostSource))
         raise CostsError(f"costs={costs!r}: expected {', '.join(most)} or {last}")
     if costs == "measured" and not at_hand:

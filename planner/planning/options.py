@@ -30,6 +30,7 @@ from planner.graph.overwritten import checked_inputs
 from planner.parallel.recorded import parallel_of
 from planner.parallel.strategies import Parallel, read_parallel
 from planner.planfile.plan import PlanRecord
+from planner.planfile.schema import MOST_IN_FLIGHT
 from planner.training_step.inputs import InputError
 from planner.training_step.regions import Regions
 from planner.training_step.step import Loss, checked_outputs
@@ -243,9 +244,9 @@ def read_options(of: str, known: type[Keywords], given: Mapping[str, Any], **oth
             hint = f": did you mean {near[0]}=?" if near else ""
             raise OptionError(f"{of}() got an unexpected keyword argument {name!r}{hint}")
     options = PlanOptions(**given, **others)
+    check_options(**{f.name: getattr(options, f.name) for f in fields(options) if f.name in _CHECKS})
     if options.backend == "graph":
         options = replace(options, backend="eager")
-    check_options(**{f.name: getattr(options, f.name) for f in fields(options) if f.name in _CHECKS})
     checked_inputs(options.inputs)
     checked_outputs(options.outputs)
     read_parallel(options.parallel)
@@ -365,46 +366,55 @@ def _share(value: Any) -> str:
     return "" if fits else "a share of the time, as 0.33, or None"
 
 
-def _at_least(least: int) -> Callable[[Any], str]:
+def _at_least(least: int, most: int = 2**63 - 1) -> Callable[[Any], str]:
     def check(value: Any) -> str:
         try:
-            fits = operator.index(value) >= least and not isinstance(value, bool)
+            fits = least <= operator.index(value) <= most and not isinstance(value, bool)
         except TypeError:
             fits = False
-        return "" if fits else f"a whole number, {least} or more"
+        return "" if fits else f"a whole number, {least} or more{f', {most:,} at most' * (most < 2**63 - 1)}"
 
     return check
 
 
+def _one_of(choice: Any) -> Callable[[Any], str]:
+    # Some values that are no text, as arrays, cannot be compared with one.
+    return lambda value: (
+        "" if isinstance(value, str) and value in get_args(choice) else f"one of {get_args(choice)}"
+    )
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) < 2**63 if isinstance(value, int) else not math.isnan(value)
 
 
 _CHECKS: dict[str, Callable[[Any], str]] = {
     "accumulate": lambda value: "" if value is None or isinstance(value, bool) else "True, False or None",
     "attention": lambda value: (
-        "" if value is None or value in get_args(Attention) else f"None or one of {get_args(Attention)}"
+        "" if value is None or not _one_of(Attention)(value) else f"None or {_one_of(Attention)(value)}"
     ),
-    "backend": lambda value: "" if value in get_args(BackendChoice) else f"one of {get_args(BackendChoice)}",
+    "backend": _one_of(BackendChoice),
     "backend_options": lambda value: (
         "" if isinstance(value, Mapping) else "a dictionary of Inductor's options, as {'max_autotune': True}"
     ),
     "checkpoints": _texts,
-    "effort": lambda value: "" if value in get_args(Effort) else f"one of {get_args(Effort)}",
-    "encodings": lambda value: "" if value in get_args(Encodings) else f"one of {get_args(Encodings)}",
-    "in_flight": lambda value: "" if value is None else _at_least(1)(value),
+    "effort": _one_of(Effort),
+    "encodings": _one_of(Encodings),
+    "in_flight": lambda value: "" if value is None else _at_least(1, MOST_IN_FLIGHT)(value),
     "keep": _texts,
     "max_overhead": _share,
     "most": _at_least(1),
     "points": _at_least(1),
-    "offload": lambda value: "" if value in get_args(Offload) else f"one of {get_args(Offload)}",
+    "offload": _one_of(Offload),
     "progress": lambda value: (
         "" if value is None or callable(value) else "a function of a text and a fraction"
     ),
     "recompute": _texts,
     "regions": lambda value: "" if value is None else _texts(value),
     "repeats": _at_least(0),
-    "split": lambda value: "" if value in get_args(SplitWhat) else f"one of {get_args(SplitWhat)}",
+    "split": _one_of(SplitWhat),
     "start": _at_least(1),
     "time_limit": _seconds,
     "unproven": lambda value: "" if isinstance(value, bool) else "True or False",

@@ -390,7 +390,7 @@ def find_solver(name: str) -> Solve:
     Raises:
         SolverError: If there is none; the message lists them.
     """
-    if name not in SOLVERS:
+    if not isinstance(name, str) or name not in SOLVERS:
         raise SolverError(f"there is no solver {name!r}; expected one of {', '.join(sorted(SOLVERS))}")
     return SOLVERS[name]
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from planner.capture.captured_step import CapturedStep
 from planner.planfile.graph_record import OpRecord
+from planner.planfile.schema import shortened
 from planner.planfile.step_record import StepRecord
 from planner.problem.build import Problem
 from planner.training_step.user_lines import short_line
@@ -68,7 +69,7 @@ def step_record(captured: CapturedStep, problem: Problem) -> StepRecord:
         left_bytes=0 if graph.in_flight is None else graph.in_flight.left_bytes,
         added_up=[] if graph.in_flight is None else list(graph.in_flight.added_up),
         sent=[] if graph.in_flight is None else number[list(graph.in_flight.sent)].tolist(),
-        lines=list(lines),
+        lines=[*map(shortened, lines)],
         line_of=line_of,
     )
 

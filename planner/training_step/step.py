@@ -37,7 +37,7 @@ def checked_outputs(outputs: str) -> Outputs:
     Raises:
         OutputsError: It is neither "held" nor "dropped".
     """
-    if outputs not in get_args(Outputs):
+    if not isinstance(outputs, str) or outputs not in get_args(Outputs):
         raise OutputsError(
             f"outputs={outputs!r}: expected 'held', where the training loop still has the module's outputs "
             "when backward runs, or 'dropped', where it has only the loss"

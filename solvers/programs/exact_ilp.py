@@ -32,6 +32,7 @@ from solvers.model.incumbent import Search
 from solvers.model.indices import BaseOp
 from solvers.model.solution import Solution, Status
 from solvers.model.solver import solver
+from solvers.programs.lower_bound import lower_bound
 from solvers.programs.slots import Slot, best_runs, slot_of
 
 NAME = "exact"
@@ -43,8 +44,9 @@ MOST_BINARIES = 4_000
 def solve(search: Search) -> Solution | None:
     """Solve a small graph, of up to about two dozen forward operations, to optimality.
 
-    The optimum has its own seconds as bound; when time runs out the answer is the best found. In graphs
-    that are too large nothing is recomputed. The least peak is found by bisection.
+    The bound is that of :mod:`solvers.programs.lower_bound`: a schedule that re-runs operations in another
+    order may be faster than the optimum of the program. When time runs out the answer is the best found. In
+    graphs that are too large nothing is recomputed. The least peak is found by bisection.
     """
     graph, budget = search.graph, search.budget
     everything = search.try_everything()
@@ -56,13 +58,11 @@ def solve(search: Search) -> Solution | None:
     slots = find_slots(graph)
     if budget is None:
         return least_peak(search, slots, everything.peak_bytes)
-    proven = answer(search, slots, budget)
+    answer(search, slots, budget)
     solution = search.solution()
     if not solution.feasible:
         return least_peak(search, slots, solution.peak_bytes)
-    if proven is None:
-        return solution
-    bound = min(max(proven, graph.base_seconds), solution.seconds)
+    bound = min(lower_bound(graph, budget, time_limit=search.seconds_left).seconds, solution.seconds)
     met = solution.seconds <= bound * (1 + 1e-6)
     return replace(solution, bound_seconds=bound, status=Status.OPTIMAL if met else Status.FEASIBLE)
 
@@ -101,15 +101,10 @@ def _recomputable(graph: Graph) -> list[BaseOp]:
     return [i for i in graph.forward_ops if any(graph.recompute_row[v] >= 0 for v in graph.ops[i].outputs)]
 
 
-def answer(search: Search, slots: list[Slot], budget: int, *, seconds: float = float("inf")) -> float | None:
-    """Solve the program for one budget in at most ``seconds`` wall seconds, and offer its schedule.
-
-    Returns the proven bound in seconds; None where there is no schedule or no bound.
-    """
+def answer(search: Search, slots: list[Slot], budget: int, *, seconds: float = float("inf")) -> None:
+    """Solve the program for one budget in at most ``seconds`` wall seconds, and offer its schedule."""
     graph = search.graph
     left = seconds if search.time_limit is None else min(seconds, search.time_limit - search.elapsed)
     runs = best_runs(graph, slots, budget, search.constraints, seconds=left)
-    if runs.schedule is None:
-        return None
-    search.try_schedule(prune(graph, runs.schedule))
-    return None if runs.bound is None else graph.base_seconds + runs.bound
+    if runs.schedule is not None:
+        search.try_schedule(prune(graph, runs.schedule))

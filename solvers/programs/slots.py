@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from solvers.milp import Outcome, Program
+from solvers.milp import Program
 from solvers.model.arrays import Schedule
 from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph
@@ -56,14 +56,12 @@ class Runs:
 
     Attributes:
         schedule: The rows that run; None where no answer was found.
-        bound: Seconds of re-runs in optional slots that are proven to be needed.
         work: Iterations of the simplex method, or as many as writing the program takes the time of, if that
             is more; one for each variable where the solver does not say. Unlike seconds, this is the same on
             every machine.
     """
 
     schedule: Schedule | None
-    bound: float | None
     work: int
 
 
@@ -125,11 +123,9 @@ def best_runs(
     iterations = len(program.cost) if result.iterations is None else result.iterations
     work = max(math.ceil(len(program.cost) / VARIABLES_A_STEP), iterations)
     if result.values is None:
-        return Runs(None, None, work)
+        return Runs(None, work)
     used = [row for j, s in enumerate(slots) if result.values[run[j]] > 0.5 for row in (s.rows or (s.row,))]
-    proven = result.outcome is not Outcome.UNKNOWN and np.isfinite(result.bound)
-    bound = (result.bound - 1e-6 * len(slots)) / scale if proven else None
-    return Runs(np.array(used, dtype=np.int64), bound, work)
+    return Runs(np.array(used, dtype=np.int64), work)
 
 
 def _write_value(

@@ -344,3 +344,18 @@ def test_numbers_and_characters_that_no_file_of_ours_has() -> None:
     for code in ("utf-16", "utf-32"):
         with pytest.raises(planner.PlanFileError, match="it is UTF-16 or UTF-32, expected UTF-8"):
             Plan.loads(TEXT.encode(code))
+
+
+def test_code_in_a_file_whose_name_is_in_no_encoding() -> None:
+    code = """
+class Net(nn.Module):
+    def forward(self, x):
+        return x.tanh().sin().sum()
+"""
+    names: dict[str, Any] = {"nn": nn, "__name__": "net"}
+    exec(compile(code, "/n\udce9t.py", "exec"), names)
+    x = torch.ones(8, requires_grad=True)
+    plan = planner.plan(names["Net"](), (x,), budget="min", backend="replay", costs="roofline")
+    assert plan.step is not None
+    assert plan.step.lines[0] == r"n\udce9t.py:4"
+    assert Plan.loads(plan.dumps()) == plan

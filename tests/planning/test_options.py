@@ -5,6 +5,7 @@ import re
 from dataclasses import MISSING, fields
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -33,6 +34,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "checkpoints": (None, "list of names"),
     "attention": ("fast", "None or one of"),
     "time_limit": ("60s", "number of seconds"),
+    "in_flight": (2_000_000, "1 or more, 1,000,000 at most"),
+    "effort": (np.ones(2), "one of"),
     "accumulate": ("yes", "True, False or None"),
     "progress": (3, "function"),
 }
@@ -45,7 +48,14 @@ def test_options_of_plan(name: str) -> None:
         planner.plan(_model(), X, budget="min", loss=_loss, **{name: value})
 
 
-@pytest.mark.parametrize("seconds", [-1, float("nan"), None, True])
+@pytest.mark.parametrize("option", ["outputs", "inputs", "costs", "backend", "split", "solver", "attention"])
+def test_values_that_cannot_be_compared_with_words(option: str) -> None:
+    for value in (np.ones(2), ["graph"]):
+        with pytest.raises(planner.PlannerError, match=r"expected|there is no solver"):
+            planner.plan(_model(), X, budget="min", loss=_loss, **{option: value})
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan"), None, True, 10**400])
 def test_seconds(seconds: Any) -> None:
     with pytest.raises(InputError, match="0 or more"):
         planner.sweep(_model(), X, loss=_loss, time_limit=seconds)

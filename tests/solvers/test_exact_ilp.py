@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from solvers import SOLVERS, Graph, Op, Phase, Status, Value, check, portfolio, simulate
+from solvers import GLUE_REGION, SOLVERS, Graph, Op, Phase, Status, Value, check, portfolio, simulate
 from solvers.model.constraints import Constraints
 from solvers.programs import exact_ilp
 from solvers.programs.lower_bound import lower_bound
@@ -44,9 +44,29 @@ def test_exact_is_exact(seed: int, fraction: float) -> None:
     if np.isinf(expected):
         assert solution.status is Status.INFEASIBLE
     else:
-        assert solution.status is Status.OPTIMAL
         assert solution.seconds == pytest.approx(expected, rel=1e-6)
-        assert lower_bound(graph, budget).seconds <= expected + 1e-6
+        assert solution.bound_seconds is not None
+        assert solution.bound_seconds <= expected + 1e-6
+
+
+def test_the_best_in_captured_order_is_not_called_optimal_where_another_order_is_faster() -> None:
+    ops = [
+        *(Op((), (0,), 1.0, recomputable=False), Op((0,), (1,), 1.0), Op((1,), (2,), 5.0)),
+        *(Op((0,), (3,), 0.1), Op((3,), (4,), 5.0), Op((0,), (5,), 30.0)),
+        *(
+            Op((4,), (6,), 1.0, recomputable=False),
+            Op((6,), (7,), 1.0, 90, Phase.BACKWARD, region=GLUE_REGION),
+        ),
+        *(Op((7, 2, 4), (8,), 1.0, 0, Phase.BACKWARD), Op((8, 0, 5), (), 1.0, 0, Phase.BACKWARD)),
+    ]
+    graph = Graph(tuple(ops), tuple(map(Value, (1, 5, 50, 50, 100, 20, 1, 80, 1))))
+    solution = exact_ilp.solve(graph, 273)
+    faster = simulate(graph, np.array([*range(8), 3, 4, 1, 2, 8, 9]))
+    assert faster.peak_bytes <= 273
+    assert faster.seconds < solution.seconds
+    assert solution.status is Status.FEASIBLE
+    assert solution.bound_seconds is not None
+    assert solution.bound_seconds <= faster.seconds
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -73,7 +93,7 @@ def test_no_solver_is_below_the_optimum(name: str, graph: Graph, fraction: float
     budget = int(fraction * simulate(graph, graph.base_schedule).peak_bytes)
     exact = exact_ilp.solve(graph, budget, time_limit=10)
     solution = SOLVERS[name](graph, budget, time_limit=3)
-    if solution.feasible and exact.status is Status.OPTIMAL:
+    if solution.feasible and exact.feasible and exact.solve_seconds < 9:
         assert solution.seconds >= exact.seconds - 1e-6
 
 
@@ -101,10 +121,11 @@ def test_auto_agrees_with_exact_on_a_hundred_graphs(part: int) -> None:
         exact = exact_ilp.solve(graph, budget, time_limit=20)
         auto = portfolio.solve(graph, budget, time_limit=5)
         check(graph, auto.schedule)
-        if exact.status is Status.OPTIMAL:
+        solved = exact.feasible and exact.solve_seconds < 15
+        if solved:
             total += 1
             far += not auto.feasible or auto.seconds > 1.01 * exact.seconds
-        if auto.feasible and auto.seconds < exact.seconds - 1e-6 and exact.status is Status.OPTIMAL:
+        if auto.feasible and auto.seconds < exact.seconds - 1e-6 and solved:
             order = graph.base_of[auto.schedule].tolist()
             assert any(b <= a < graph.forward_length for a, b in itertools.pairwise(order))
             assert lower_bound(graph, budget).seconds <= auto.seconds + 1e-6

@@ -9,7 +9,6 @@ from solvers import Constraints, Graph, check, portfolio, simulate
 from solvers.chains import rotor
 from solvers.model.cut_points import forward_uses
 from solvers.model.incumbent import Search
-from solvers.model.solution import Status
 from solvers.programs import exact_ilp, row_generation
 from solvers.programs.lower_bound import lower_bound
 from tests.graphs import graphs, random_dag, transformer
@@ -70,7 +69,7 @@ def test_answers_are_valid_and_not_below_the_optimum(graph: Graph, fraction: flo
     check(graph, search.fastest.schedule)
     assert search.fastest.peak_bytes <= budget
     exact = exact_ilp.solve(graph, budget, time_limit=2)
-    if exact.status is Status.OPTIMAL:
+    if exact.feasible and exact.solve_seconds < 1.5:
         assert search.fastest.seconds >= exact.seconds - 1e-6
 
 
