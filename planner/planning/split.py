@@ -211,12 +211,17 @@ class Forms:
         except InfeasibleBudget as error:
             seconds, share = _LEAST_SECONDS / len(steps), part_of(progress, 0.4, 0.5)
             any_time = replace(wanted, max_overhead=None)
-            found = error.minimum_bytes
-            for step in steps.values():
-                quick = replace(step, packings=(), options=replace(step.options, time_limit=seconds))
-                least = self._plan(quick, any_time, share)
-                found = min(found, around + least.predicted.dynamic_peak_bytes)
-            made = within(found + hardly, part_of(progress, 0.5, 1.0), True)
+            quick = [
+                replace(step, packings=(), options=replace(step.options, time_limit=seconds))
+                for step in steps.values()
+            ]
+            plans = [self._plan(step, any_time, share) for step in quick]
+            least = min(plans, key=lambda plan: plan.predicted.dynamic_peak_bytes)
+            found = min(error.minimum_bytes, around + least.predicted.dynamic_peak_bytes)
+            try:
+                made = within(found + hardly, part_of(progress, 0.5, 1.0), True)
+            except InfeasibleBudget:  # searches that time ends need not find again what one has found
+                made = least.remember(prepared.options)
         if wanted.max_overhead is not None and made.overhead > wanted.max_overhead:
             plans = [self._plan(step, wanted, progress) for step in steps.values()]
             return min(plans, key=lambda plan: plan.predicted.dynamic_peak_bytes)

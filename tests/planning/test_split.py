@@ -612,6 +612,31 @@ def test_forms_of_a_step_are_rivals_and_mlps_in_pieces_make_none_slower() -> Non
         assert best.predicted.dynamic_peak_bytes <= room
 
 
+def test_the_least_is_a_plan_that_was_found_where_time_ends_the_search_for_a_faster_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("planner.planning.split._LEAST_SECONDS", 0.3)
+    torch.manual_seed(0)
+    model, args = LanguageModel(), batch((4, 64))
+    wanted = PlanOptions(**options(backend="eager", split="loss"))
+    step = prepare(model, replace(Step.of(model, args, {}, loss_of, "dropped"), training=True), wanted)
+    found = list[PlanRecord]()
+
+    def planned(
+        prepared: Prepared, budget: Budget, report: Any, minimum: bool = True, rival: float = math.inf
+    ) -> PlanRecord:
+        if budget.bytes is not None:
+            raise planner.InfeasibleBudget("no time", minimum_bytes=2**40, budget_bytes=budget.bytes)
+        found.append(_planned(prepared, budget, report, minimum, rival))
+        return found[-1]
+
+    least = Forms(step, planned, _bound).planned(step.budget("min"), None, lambda text, fraction: None)
+    assert least.predicted.peak_bytes == min(plan.predicted.peak_bytes for plan in found)
+    assert least.graphs[0].split is not None
+    assert least.target.budget_text == "min"
+    assert least.made_with == step.options
+
+
 def test_a_row_alone_is_not_split_and_half_precision_follows_in_the_backward() -> None:
     torch.manual_seed(0)
     model, args = LanguageModel(), batch()
