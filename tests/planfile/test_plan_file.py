@@ -14,8 +14,10 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import planner
 from planner.planfile.plan import PlanRecord, Timeline, plan_schema
