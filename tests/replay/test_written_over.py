@@ -48,6 +48,18 @@ def test_results_are_written_over_what_is_read_and_have_the_same_bits(dtype: tor
             assert found.stride() == expected.stride()
 
 
+def test_strides_of_dimensions_of_one_element_do_not_matter() -> None:
+    strides = (41, 1, 7)
+    for operator, args, named in _calls(torch.randn(1, 3, 1), torch.randn(3).as_strided((1, 3, 1), strides)):
+        saved = args[1].clone().as_strided((1, 3, 1), strides)
+        expected = operator(args[0], saved, *args[2:], **named)
+        there = saved.clone().as_strided((1, 3, 1), strides)
+        found = operator(args[0], WrittenOver.of(there, lambda: True), *args[2:], **named)
+        assert found.data_ptr() == there.data_ptr()
+        assert torch.equal(found, expected), operator
+        assert found.stride() == expected.stride(), operator
+
+
 def test_what_is_of_another_form_than_the_result_is_not_written_over() -> None:
     gradient, read = torch.randn(4, 5), torch.randn(4, 5)
     part = torch.randn(5, 5)[:4]

@@ -119,11 +119,11 @@ class WrittenOver(torch.Tensor):
         over = _OUT_OVERLOADS.get(func)
         if over is not None and type(args[1]) is cls:
             saved: Any = args[1].saved
-            plain = (args[0], saved, *args[2:])
-            if can_write_over(func, plain) and args[1].may_write():
-                # With the strides of a new result: the saved tensor may have others at dimensions of size 1.
+            if can_write_over(func, (args[0], saved, *args[2:])) and args[1].may_write():
+                # With the strides of a new result: the saved tensor may have others at dimensions of size 1, and
+                # PyTorch refuses to write to memory that is read by other strides.
                 result = saved.new_empty(0).set_(saved.untyped_storage(), 0, saved.shape)
                 writing, written = over
-                return writing(*plain, **(kwargs or {}), **{written: result})
+                return writing(args[0], result, *args[2:], **(kwargs or {}), **{written: result})
         plain, named = pytree.tree_map(lambda a: a.saved if type(a) is cls else a, (args, kwargs or {}))
         return func(*plain, **named)
