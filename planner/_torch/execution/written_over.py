@@ -120,8 +120,8 @@ class WrittenOver(torch.Tensor):
         if over is not None and type(args[1]) is cls:
             saved: Any = args[1].saved
             if can_write_over(func, (args[0], saved, *args[2:])) and args[1].may_write():
-                # With the strides of a new result: the saved tensor may have others at dimensions of size 1, and
-                # PyTorch refuses to write to memory that is read by other strides.
+                # With the strides of a new result: the saved tensor may have others at dimensions of size 1,
+                # and PyTorch refuses to write to memory that is read by other strides.
                 result = saved.new_empty(0).set_(saved.untyped_storage(), 0, saved.shape)
                 writing, written = over
                 return writing(args[0], result, *args[2:], **(kwargs or {}), **{written: result})
