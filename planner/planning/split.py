@@ -223,10 +223,22 @@ class Forms:
             except InfeasibleBudget:  # searches that time ends need not find again what one has found
                 made = least.remember(prepared.options)
         if wanted.max_overhead is not None and made.overhead > wanted.max_overhead:
-            plans = [self._plan(step, wanted, progress) for step in steps.values()]
+            plans = [
+                self._plan(step, own, progress)
+                for split, step in steps.items()
+                if (own := wanted if split is None else self._in_terms_of(step, wanted)) is not None
+            ]
             return min(plans, key=lambda plan: plan.predicted.dynamic_peak_bytes)
         asked = {"budget_bytes": wanted.bytes, "budget_text": wanted.text}
         return made.model_copy(update={"target": made.target.model_copy(update=asked)})
+
+    def _in_terms_of(self, step: Prepared, wanted: Budget) -> Budget | None:
+        """A budget with the extra time that is left to a step in pieces, over itself with nothing recomputed;
+        None where that takes longer already."""
+        assert wanted.max_overhead is not None
+        most_seconds = self._prepared.problem.eager.seconds * (1 + wanted.max_overhead)
+        left = most_seconds / step.problem.graph.base_seconds - 1
+        return None if left < 0 else replace(wanted, max_overhead=left)
 
     def _step(self, split: Split | None) -> Prepared | None:
         """The step in a form; None where that is not possible.

@@ -694,6 +694,15 @@ def test_a_faster_plan_that_takes_more_is_no_answer_to_another_budget() -> None:
     assert Plan.loads(share.dumps()) == share
 
 
+def test_what_pieces_themselves_take_is_extra_time() -> None:
+    args = torch.randn(1024, 64), torch.randint(0, 2048, (1024,))
+    given: dict[str, Any] = {"outputs": "dropped", "costs": "roofline", "split": "loss"}
+    least, quick = (planner.plan(Blocks(), args, budget=budget, **given) for budget in ("min", "min@1%"))
+    assert least.overhead == least.predicted.seconds / least.baseline.seconds - 1 > 0.01
+    assert quick.predicted.seconds <= 1.01 * quick.baseline.seconds
+    assert least.predicted.peak_bytes < quick.predicted.peak_bytes < quick.baseline.peak_bytes
+
+
 def test_a_plan_for_fewer_bytes_is_not_said_to_be_the_best_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[Any]()
 
