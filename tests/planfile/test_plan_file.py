@@ -14,6 +14,8 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import torch
+import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
