@@ -61,7 +61,7 @@ def plan(
         The plan; ``plan.apply(model)`` installs it, ``plan.save(path)`` writes it.
 
     Raises:
-        BudgetError: If the budget cannot be read.
+        BudgetError: If the budget cannot be read, or "min@33%" allows less time than any schedule takes.
         InputError: If model, inputs, loss or an option are none of these forms; it says what to write.
         OutputsError: If ``outputs`` is neither of the two.
         CaptureError: If the step cannot be captured.

@@ -1,5 +1,6 @@
 """What can be planned for which backend, seen before the long work, and what a plan file may ask of one."""
 
+import contextlib
 from collections.abc import Mapping
 
 from planner._torch.inductor.harmless_options import decides_code_alone
@@ -20,10 +21,11 @@ def host_budget_bytes(options: PlanOptions) -> int | None:
     """
     if options.host_budget is None:
         return None
-    budget = parse_budget(options.host_budget, 100)
-    if budget.bytes is None or budget.relative:
-        raise BudgetError(f"host_budget={options.host_budget!r}: expected bytes, as 64 * 2**30 or '64GiB'")
-    return budget.bytes
+    with contextlib.suppress(BudgetError):  # which would propose percentages
+        budget = parse_budget(options.host_budget, 100)
+        if budget.bytes is not None and not budget.relative:
+            return budget.bytes
+    raise BudgetError(f"host_budget={options.host_budget!r}: expected bytes, as 64 * 2**30 or '64GiB'")
 
 
 def check_offload(options: PlanOptions, device: Device) -> None:

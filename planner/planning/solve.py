@@ -24,7 +24,7 @@ from planner.planning.encodings import (
 )
 from planner.planning.make_plan import AS_WRITTEN, bound_bytes, make_plan
 from planner.planning.prepared import Prepared
-from planner.planning.solve_for import solve_for
+from planner.planning.solve_for import TooSlow, solve_for
 from planner.planning.split import Forms, split_hint
 from planner.planning.within_budget import within_budget
 from planner.problem.build import Problem
@@ -81,7 +81,7 @@ def swept_in_pieces(
     count = len(budgets) or points
     options = replace(prepared.options, time_limit=prepared.options.time_limit / count)
     prepared = replace(prepared, options=options)
-    forms, found, refused = Forms(prepared, _planned, _bound), list[PlanRecord](), list[InfeasibleBudget]()
+    forms, found, refused = Forms(prepared, _planned, _bound), list[PlanRecord](), list[PlannerError]()
     wanted = list(budgets)
     if not wanted:
         found.append(forms.planned(prepared.budget("min"), None, no_report))
@@ -95,7 +95,7 @@ def swept_in_pieces(
     for n, (budget, room) in enumerate(ascending):
         try:
             made = forms.planned(budget, room, part_of(progress, n / count, (n + 1) / count))
-        except InfeasibleBudget as error:
+        except (InfeasibleBudget, TooSlow) as error:
             refused.append(error)
             continue
         fitting = [plan for plan in found if _is_within(plan, budget, room)]
@@ -411,8 +411,10 @@ def least_whole_step(prepared: Prepared) -> WholeStep:
 
 def infeasible(
     prepared: Prepared, solution: Solution, budget: Budget, *, dynamic_peak_bytes: int | None = None
-) -> InfeasibleBudget:
-    assert budget.bytes is not None
+) -> PlannerError:
+    """The error about a budget that no schedule was found for, with the one that is nearest to it."""
+    if budget.bytes is None:
+        return TooSlow(budget, solution, prepared.problem.graph)
     whole = prepared.whole_step(solution.schedule)
     if dynamic_peak_bytes is not None:  # of the programs that Inductor makes of the schedule
         whole = prepared.footprint.whole_step(dynamic_peak_bytes, prepared.problem.final_bytes)

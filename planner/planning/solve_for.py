@@ -11,6 +11,22 @@ from solvers.model.solution import Progress, Solution
 from solvers.registry import SOLVERS
 
 
+class TooSlow(BudgetError):
+    """All schedules that were found take longer than a budget as "min@33%" allows.
+
+    Attributes:
+        solution: The fastest of them, as infeasible.
+    """
+
+    def __init__(self, budget: Budget, solution: Solution, graph: Graph) -> None:
+        extra = solution.seconds / graph.base_seconds - 1 if graph.base_seconds else 0.0
+        super().__init__(
+            f"budget {budget.text}: the fastest schedule that solver {solution.solver} finds takes "
+            f"{extra:.1%} extra time, with what it was asked to recompute; allow at least that"
+        )
+        self.solution = solution
+
+
 def solve_for(
     graph: Graph,
     budget: Budget,
@@ -87,9 +103,5 @@ def solve_for(
             constraints=constraints,
         )
     if not solution.feasible:
-        extra = solution.seconds / graph.base_seconds - 1 if graph.base_seconds else 0.0
-        raise BudgetError(
-            f"budget {budget.text}: the fastest schedule that solver {solver} finds takes {extra:.1%} extra "
-            "time, with what it was asked to recompute; allow at least that"
-        )
+        raise TooSlow(budget, solution, graph)
     return solution

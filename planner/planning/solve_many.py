@@ -17,7 +17,7 @@ from planner.planning.encodings import (
 )
 from planner.planning.prepared import Prepared
 from planner.planning.solve import reserving_no_more, room_bytes
-from planner.planning.solve_for import solve_for
+from planner.planning.solve_for import TooSlow, solve_for
 from planner.problem.encodings import PackedProblem
 from planner.progress import Progress
 from solvers import portfolio
@@ -108,7 +108,7 @@ def _monotone(
         known = (solved for solved in fastest if _holds(prepared, wanted[i], solved))
         if room_of[i] is not None and (other := next(known, None)) is not None:
             answers[i] = better(answers[i], replace(other, bound_covers=answers[i].bound_covers), room)
-            if answers[i].problem is other.problem and answers[i].solution is other.solution:
+            if answers[i] is not found[i]:
                 # Its bound is for the smaller budget; more memory may allow a faster schedule.
                 solution = replace(other.solution, bound_seconds=None, status=Status.FEASIBLE)
                 answers[i] = replace(answers[i], solution=solution)
@@ -151,14 +151,22 @@ def _solutions(
         )
     )
     seconds = max(0.0, end - time.perf_counter()) / max(1, len(by_overhead))
-    solutions = [
-        next(solved)
-        if budget.max_overhead is None
-        else solve_for(
-            graph, budget, None, portfolio.NAME, time_limit=seconds, effort=effort, constraints=constraints
-        )
-        for budget in wanted
-    ]
+
+    def fast_enough(budget: Budget) -> Solution:
+        try:
+            return solve_for(
+                graph,
+                budget,
+                None,
+                portfolio.NAME,
+                time_limit=seconds,
+                effort=effort,
+                constraints=constraints,
+            )
+        except TooSlow as error:
+            return error.solution
+
+    solutions = [next(solved) if budget.max_overhead is None else fast_enough(budget) for budget in wanted]
     seconds_left = max(0.0, end - time.perf_counter()) / max(1, len(solutions))
 
     def solve(room: int, seconds: float) -> Solution:

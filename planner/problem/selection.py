@@ -11,7 +11,7 @@ from planner.errors import PlannerError
 from planner.problem.blocks import names_of, told_to_recompute
 from solvers.model.arrays import ValueMask
 from solvers.model.constraints import Constraints
-from solvers.model.graph import Graph, GraphError, Op
+from solvers.model.graph import Graph, Op
 from solvers.model.indices import BaseOp, ValueId
 
 _DROPOUT = "aten.native_dropout.default"
@@ -59,10 +59,13 @@ def select(
     again += told_to_recompute(graph)
     again += _overwritten(graph, kept)
     kept += sorted(set(_of_collectives(graph)).difference(again))
-    try:
-        return Constraints(_marked(graph, kept), _marked(graph, again))
-    except GraphError as error:
-        raise SelectionError(f"keep= and recompute= contradict each other: {error}") from error
+    if both := sorted(set(kept).intersection(again)):
+        op = graph.ops[graph.producer[both[0]]]
+        raise SelectionError(
+            f"the result of {_operator(op)} in {op.module or 'the model'} is to be kept, by keep= or "
+            "checkpoints=, and recomputed, by recompute= or @planner.recompute: leave it out of one of them"
+        )
+    return Constraints(_marked(graph, kept), _marked(graph, again))
 
 
 def _matching(graph: Graph, patterns: Iterable[str], argument: str, modules: Collection[str]) -> list[BaseOp]:

@@ -28,9 +28,11 @@ FUNCTIONS = (FunctionType, MethodType, functools.partial)
 _NOT_OF_USERS = frozenset(("torch", "planner", "numpy", *sys.stdlib_module_names))
 """Packages of whose classes no attributes are noted."""
 MOST_ELEMENTS = 10_000
-"""Larger containers are data sets and vocabularies, which take long to walk: they are not looked into."""
+"""Larger containers are data sets and vocabularies, which take long to walk: they are not looked into. So
+many tuples take 2 ms, and a million 0.4 s, each time."""
 _MOST_NUMBERS = 1_000_000
-"""Larger arrays of NumPy are data sets, which would be copied: they are not noted."""
+"""Larger arrays of NumPy are data sets, which would be copied: they are not noted. So many numbers are copied
+in a millisecond."""
 _STEPPING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _MISSING = object()
 """Stands for a variable that does not exist, or a cell that is empty."""

@@ -1,8 +1,11 @@
 """Plans for many budgets."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
+import torch
+import torch.nn as nn
 
 import planner
 from tests.small import graph_break_model, small_gpt
@@ -34,3 +37,15 @@ def test_budgets_of_ones_own_and_those_that_cannot_be_met() -> None:
         planner.sweep(model, args, kwargs, budgets=["5%"], time_limit=30)
     with pytest.raises(planner.BudgetError):
         planner.sweep(model, args, kwargs, budgets=["12 bananas"])
+
+
+def test_a_budget_of_too_little_time_is_left_out_and_one_that_is_there_twice_is_as_good_twice() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)))
+    options: Any = {"recompute": ["aten.gelu"], "costs": "roofline", "time_limit": 3}
+    x = torch.ones(64, 16)
+    plans = planner.sweep(model, x, budgets=["min@0%", "100%"], **options)
+    assert [p.target.budget_text for p in plans] == ["100%"]
+    with pytest.raises(planner.BudgetError, match=r"min@0%: the fastest schedule .* allow at least that"):
+        planner.sweep(model, x, budgets=["min@0%"], **options)
+    first, second = planner.sweep(model, x, budgets=["90%", "90%"], **{**options, "recompute": ()})
+    assert first.solver == second.solver

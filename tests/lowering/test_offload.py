@@ -385,6 +385,7 @@ def test_what_cannot_be_is_refused() -> None:
         ({"offload": "disk", "device": "H100"}, "expected 'none' or 'host' for device H100"),
         ({"offload": "disk", "backend": "replay"}, "leave backend= out"),
         ({"offload": "disk", "host_budget": "60%"}, "host_budget='60%'"),
+        ({"offload": "disk", "host_budget": -1}, "host_budget=-1: expected bytes"),
         ({"host_budget": "1GiB"}, "host_budget=: expected none"),
     ):
         with pytest.raises(PlannerError, match=match):
