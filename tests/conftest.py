@@ -18,7 +18,7 @@ from planner._torch.compat import graphs_are_off
 from planner.heap import older_objects_set_aside
 from tests.browser import CHROMIUM
 from tests.clocks import NO_HURRY, SlowClock
-from tests.searches import shorten_searches
+from tests.searches import plan_by_the_roofline, shorten_searches
 
 # No test asserts a time: on a busy machine any example may take long.
 hypothesis.settings.register_profile("any time", deadline=None)
@@ -87,11 +87,9 @@ def _seconds_that_repeat(request: pytest.FixtureRequest) -> Iterator[None]:
     Files marked `timed` use measured seconds, as users do by default. So do commands, examples and notebooks,
     which run in processes of their own.
     """
-    from planner.planning import cost_source
-
     with pytest.MonkeyPatch.context() as patch:
         if request.node.get_closest_marker("timed") is None:
-            patch.setattr(cost_source, "MOST_TIMED_SECONDS", -1.0)
+            plan_by_the_roofline(patch)
         yield
 
 
