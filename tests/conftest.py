@@ -106,6 +106,8 @@ def _graphs(request: pytest.FixtureRequest) -> Iterator[None]:
 
 SEARCHED_WHOLE = {"solvers", "problem", "planning", "planfile", "batch", "test_benchmarks", "test_same_plans"}
 """Folders and files of tests of what searches find."""
+SEARCHED_NEAR = {"test_offload", "test_published"}
+"""Files of tests for which a schedule has to be near the best."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -122,7 +124,7 @@ def _short_searches(request: pytest.FixtureRequest) -> Iterator[None]:
         fast = EFFORTS["fast"]
         patch.setitem(EFFORTS, "fast", replace(fast, parts_work=min(fast.parts_work, 2_000)))
         if SEARCHED_WHOLE.isdisjoint((request.path.parent.name, request.path.stem)):
-            shorten_searches(patch)
+            shorten_searches(patch, near=request.path.stem in SEARCHED_NEAR)
         patch.setattr(
             training_loop, "find_arena", lambda before, loop, _most: find_arena(before, loop, 50_000)
         )
