@@ -18,7 +18,7 @@ from planner._torch.compat import graphs_are_off
 from planner.heap import older_objects_set_aside
 from tests.browser import CHROMIUM
 from tests.clocks import NO_HURRY, SlowClock
-from tests.searches import shorten_searches
+from tests.searches import plan_by_the_roofline, shorten_searches
 
 # No test asserts a time: on a busy machine any example may take long.
 hypothesis.settings.register_profile("any time", deadline=None)
@@ -87,11 +87,9 @@ def _seconds_that_repeat(request: pytest.FixtureRequest) -> Iterator[None]:
     Files marked `timed` use measured seconds, as users do by default. So do commands, examples and notebooks,
     which run in processes of their own.
     """
-    from planner.planning import cost_source
-
     with pytest.MonkeyPatch.context() as patch:
         if request.node.get_closest_marker("timed") is None:
-            patch.setattr(cost_source, "MOST_TIMED_SECONDS", -1.0)
+            plan_by_the_roofline(patch)
         yield
 
 
@@ -108,6 +106,8 @@ def _graphs(request: pytest.FixtureRequest) -> Iterator[None]:
 
 SEARCHED_WHOLE = {"solvers", "problem", "planning", "planfile", "batch", "test_benchmarks", "test_same_plans"}
 """Folders and files of tests of what searches find."""
+SEARCHED_NEAR = {"test_offload", "test_published"}
+"""Files of tests for which a schedule has to be near the best."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -124,7 +124,7 @@ def _short_searches(request: pytest.FixtureRequest) -> Iterator[None]:
         fast = EFFORTS["fast"]
         patch.setitem(EFFORTS, "fast", replace(fast, parts_work=min(fast.parts_work, 2_000)))
         if SEARCHED_WHOLE.isdisjoint((request.path.parent.name, request.path.stem)):
-            shorten_searches(patch)
+            shorten_searches(patch, near=request.path.stem in SEARCHED_NEAR)
         patch.setattr(
             training_loop, "find_arena", lambda before, loop, _most: find_arena(before, loop, 50_000)
         )

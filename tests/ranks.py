@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock
 
+from tests.searches import plan_by_the_roofline, shorten_searches
+
 SECONDS = 400
 
 
@@ -82,7 +84,10 @@ def _rank(rank: int, count: int, work: Callable[[Path], None], folder: Path, sec
         store = _store(rank, count, folder / "port")
         dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
         try:
-            work(folder)
+            with pytest.MonkeyPatch.context() as patch:
+                plan_by_the_roofline(patch)
+                shorten_searches(patch)
+                work(folder)
         except BaseException:
             traceback.print_exc(file=end)
             raise

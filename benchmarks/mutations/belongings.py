@@ -187,10 +187,7 @@ BELONGINGS = [
                 "                pass\n",
             ),
         ),
-        (
-            "tests/training_step/test_left_behind.py::"
-            "test_caches_of_other_files_hold_tensors_with_data[in_dictionary]",
-        ),
+        ("tests/training_step/test_left_behind.py::test_caches_of_other_files_hold_tensors_with_data",),
     ),
     Mutation(
         "imports-while-tracing",

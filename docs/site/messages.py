@@ -47,9 +47,10 @@ def unread() -> tuple[str, ...]:
     return tuple(place for _, texts, place in _calls() if not texts)
 
 
-def _calls() -> Iterator[tuple[str, list[str], str]]:
+@cache
+def _calls() -> tuple[tuple[str, list[str], str], ...]:
     """The kind, the texts and the place of each call that warns, or makes an error."""
-    errors, code = error_classes(), _code()
+    errors, code, found = error_classes(), _code(), []
     for path, tree in code.files:
         for scope, node in _scoped(tree):
             name = _name(node.func)
@@ -64,7 +65,8 @@ def _calls() -> Iterator[tuple[str, list[str], str]]:
                 continue
             texts = [text for text in _texts(first, scope, tree, code) if re.search(r"\w", text)]
             kind = "PlanWarning" if warns else "PlanFileError" if name == "InconsistentError" else str(name)
-            yield kind, texts, f"{path.relative_to(ROOT)}:{node.lineno}"
+            found.append((kind, texts, f"{path.relative_to(ROOT)}:{node.lineno}"))
+    return tuple(found)
 
 
 @cache
@@ -167,7 +169,7 @@ def _texts(node: ast.expr, scope: ast.AST, tree: ast.AST, code: _Code, depth: in
             return of(code.constants[name]) if name in code.constants and name.isupper() else ["…"]
         case ast.Call():
             found = code.functions.get(str(_name(node.func)), [])
-            here = [function for function in found if function in set(ast.walk(tree))] or found
+            here = [function for function in found if function in _nodes(tree)] or found
             returned = [
                 (r.value, f) for f in here for r in ast.walk(f) if isinstance(r, ast.Return) and r.value
             ]
@@ -179,15 +181,21 @@ def _is_constant(node: ast.expr) -> bool:
     return str(_name(node)).isupper()
 
 
+@cache
+def _nodes(tree: ast.AST) -> dict[ast.AST, None]:
+    """All nodes of a tree, in the order of `ast.walk`."""
+    return dict.fromkeys(ast.walk(tree))
+
+
 def _assigned(name: str, scope: ast.AST) -> Iterator[ast.expr]:
     """What a name is given in a function, or what a loop over a list finds there."""
-    for node in ast.walk(scope):
+    for node in _nodes(scope):
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(target, ast.Name) and target.id == name for target in targets):
                 yield node.value
         elif isinstance(node, ast.For) and isinstance(node.target, ast.Name) and node.target.id == name:
-            for call in ast.walk(scope):
+            for call in _nodes(scope):
                 if (
                     isinstance(call, ast.Call)
                     and ast.unparse(call.func) == f"{ast.unparse(node.iter)}.append"

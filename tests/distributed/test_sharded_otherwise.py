@@ -1,5 +1,6 @@
 """A module that ``fully_shard`` shards otherwise than planned says so, by name."""
 
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import fields
@@ -25,6 +26,12 @@ def _model() -> nn.Sequential:
     return nn.Sequential(nn.Sequential(*blocks), nn.Linear(8, 1))
 
 
+@functools.cache
+def _planned(parallel: planner.FSDP2) -> planner.Plan:
+    """A plan of such a model, which it is no matter for how another one is sharded."""
+    return planner.plan(_model(), (torch.randn(4, 8),), budget="min", solver="sqrt_n", parallel=parallel)
+
+
 def _shard(model: nn.Module, **options: Any) -> None:
     for block in model.get_submodule("0").children():
         fully_shard(block, **options)
@@ -38,8 +45,11 @@ def _said(
     model: nn.Module | None = None,
     regions: list[str] | None = None,
 ) -> list[str]:
-    model, x = _model() if model is None else model, torch.randn(4, 8)
-    plan = planner.plan(model, (x,), budget="min", solver="sqrt_n", parallel=parallel, regions=regions)
+    x = torch.randn(4, 8)
+    if model is None:
+        model, plan = _model(), _planned(parallel)
+    else:
+        plan = planner.plan(model, (x,), budget="min", solver="sqrt_n", parallel=parallel, regions=regions)
     plan.apply(model)
     shard(model)
     with warnings.catch_warnings(record=True) as caught:

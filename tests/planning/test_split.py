@@ -108,7 +108,7 @@ def options(**given: Any) -> dict[str, Any]:
 
 
 def prepared(model: torch.nn.Module, args: tuple[Any, ...]) -> Prepared:
-    wanted = PlanOptions(**options(backend="eager", split="loss"))
+    wanted = PlanOptions(**options(backend="eager", split="loss", solver="sqrt_n"))
     return prepare(model, replace(Step.of(model, args, {}, loss_of, "dropped"), training=True), wanted)
 
 
@@ -329,8 +329,9 @@ def test_mlps_in_pieces() -> None:
     model = MLPs(gated=True)
     check(model, args, in_pieces(prepared(model, args), Split("forward", 4, "auto")))
     model = MLPs(gated=False)
-    without = planner.plan(model, args, budget="min", **options(encodings="none"))
-    plan = planner.plan(model, args, budget="min", split="auto", **options(encodings="none"))
+    given = options(encodings="none", solver="sqrt_n")
+    without = planner.plan(model, args, budget="min", **given)
+    plan = planner.plan(model, args, budget="min", split="auto", **given)
     assert plan.predicted.dynamic_peak_bytes < without.predicted.dynamic_peak_bytes * 0.7
     assert plan.graphs[0].split is not None
     assert {"head", "up.0", "up.1"} <= {run.module for run in plan.graphs[0].split.runs}
@@ -438,7 +439,7 @@ def test_what_autocast_makes_of_a_head_is_rounded_once(kind: dict[str, bool], lo
             with torch.autocast("cpu", torch.bfloat16):
                 return super().forward(ids, labels)
 
-    for seed in range(3):
+    for seed in range(2):
         torch.manual_seed(seed)
         model, args = Cast(loss, **kind), batch((4, 100))
         check(model, args, in_pieces(prepared(model, args), Split(form, 2)))
@@ -888,7 +889,7 @@ def joint_of(model: torch.nn.Module, x: torch.Tensor) -> tuple[torch.fx.GraphMod
     return joint, outputs
 
 
-@settings(max_examples=34, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=24, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(
     st.lists(st.sampled_from(sorted(ELEMENTWISE)), max_size=4),
     st.sampled_from(sorted(REDUCED)),
@@ -899,7 +900,7 @@ def joint_of(model: torch.nn.Module, x: torch.Tensor) -> tuple[torch.fx.GraphMod
 def test_random_row_wise_graphs(
     names: list[str], ending: str, kind: str, mlp: bool, rows: tuple[int, ...]
 ) -> None:
-    """Each in six splits: some 200 graphs in pieces give what they give as a whole."""
+    """Each in four splits: some 100 graphs in pieces give what they give as a whole."""
     linear = {"scaled", "part", "viewed", "shifted", "cast", "masked", "rows"}
     assume(
         kind == "norm" or not (linear.issuperset(names) and ending in ("mean", "sum"))
@@ -910,7 +911,7 @@ def test_random_row_wise_graphs(
     given = [x, *model.parameters(), torch.tensor(3.0, dtype=torch.float64)]
     whole = torch.fx.Interpreter(joint).run(*given, enable_io_processing=False)
     accuracy = 1e-6 if "cast" in names else 1e-9
-    for split in (Split(form, n, "auto") for form in FORMS for n in (2, 3, 6)):
+    for split in (Split(form, n, "auto") for form in FORMS for n in (2, 5)):
         made = split_where_possible(joint, outputs, split)
         assert {run.in_loss for run in made.runs} == ({False, True} if mlp else {True})
         results = torch.fx.Interpreter(made.joint).run(*given, enable_io_processing=False)

@@ -144,8 +144,14 @@ def test_a_planned_module_is_traced_and_scripted(used: bool) -> None:
         assert set(vars(planner.remove(each))) - before <= {"_compiled_call_impl", "__overloads__"}
 
 
-@pytest.mark.parametrize("lazily", [False, pytest.param(True, marks=pytest.mark.heavy)])
-@pytest.mark.parametrize("regions", [None, pytest.param("auto", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize(
+    ("regions", "lazily"),
+    [
+        (None, False),
+        pytest.param("auto", False, marks=pytest.mark.heavy),
+        pytest.param(None, True, marks=pytest.mark.heavy),
+    ],
+)
 @pytest.mark.parametrize(
     "record",
     [
