@@ -49,7 +49,7 @@ RULES = (RandomNumbers(),)
 
 def generator_state(devices: str, device_index: int | None) -> torch.Tensor:
     """The state of the default generators of :func:`generator_device`, a byte tensor on the CPU."""
-    states = [generator.get_state() for generator in _generators(devices, device_index)]
+    states: list[torch.Tensor] = [one.get_state() for one in _generators(devices, device_index)]
     return states[0] if len(states) == 1 else torch.cat(states)
 
 
