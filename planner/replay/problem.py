@@ -319,7 +319,7 @@ class _Builder:
         if in_forward and remade and self._draws(index):
             state = ValueId(len(self.values))
             foreign = operators.is_foreign(self.saved.operators[details.position])
-            size = 0 if foreign else self._state_bytes()  # that is in memory of Python's
+            size = self._state_bytes("cpu+python" if foreign else "cpu")
             self.values.append(Value(size, f"generator state of {name}", on_demand=True))
             self._states[index] = state
             op.outputs = (*outputs, state)
@@ -328,8 +328,8 @@ class _Builder:
         details = self.saved.details[index]
         return details.position >= 0 and draws(self.saved.operators[details.position])
 
-    def _state_bytes(self) -> int:
-        return generator_state_bytes("cpu") if self.device.kind == "cpu" else 0
+    def _state_bytes(self, generators: str = "cpu") -> int:
+        return generator_state_bytes(generators) if self.device.kind == "cpu" else 0
 
     def _value(self, storage: int, name: str, module: str) -> ValueId:
         value = ValueId(len(self.values))

@@ -146,7 +146,7 @@ class SavesRecorder(CountingMode, StepRecorder):
         self._units = Units(() if sharded is None else sharded.modules())
         for number, unit in enumerate(self._sharded):
             self.saved.unit_of.update((fake.storage_key(p), number) for p in unit.parameters)
-        self._names = {id(part): name for name, part in module.named_modules(remove_duplicate=False)}
+        self._names = {id(part): name for name, part in module.named_modules()}
         self._inside = [""]
         self._finalizers: list[Any] = []  # weak references: their callbacks run while they are held
         self._in_forward = False

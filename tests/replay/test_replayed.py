@@ -1065,3 +1065,12 @@ def test_an_operator_of_the_users_draws_the_same_numbers_again(backend: Any) -> 
     plan.apply(model)
     assert _same(model, eager, step)
     assert drawn[0] == drawn[1]
+
+
+def test_a_module_of_two_names_has_the_first() -> None:
+    """As in a plan by graphs, and in tables of modules."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)), torch.randn(64, 32)
+    model.add_module("again", model[1])
+    plan = _planned(model, x, loss=torch.sum, recompute=["1"])
+    assert {op.module for op in plan.graphs[0].ops} >= {"0", "1", "2"}

@@ -50,14 +50,7 @@ RULES = (RandomNumbers(),)
 def generator_state(devices: str, device_index: int | None) -> torch.Tensor:
     """The state of the default generators of :func:`generator_device`, a byte tensor on the CPU."""
     states: list[torch.Tensor] = [one.get_state() for one in _generators(devices, device_index)]
-    if len(states) == 1:
-        return states[0]
-    # In memory of Python's, which PyTorch does not count.
-    return _of_bytes(b"".join(state.numpy().tobytes() for state in states))
-
-
-def _of_bytes(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return states[0] if len(states) == 1 else torch.cat(states)
 
 
 def state_before(operator: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, str, int | None]:
@@ -117,7 +110,8 @@ class _OfPython:
 
     def get_state(self) -> torch.Tensor:
         states = random.getstate(), np.random.get_state(legacy=False)
-        return _of_bytes(pickle.dumps(states).ljust(self.BYTES, b"\0"))
+        content = bytearray(pickle.dumps(states).ljust(self.BYTES, b"\0"))
+        return torch.frombuffer(content, dtype=torch.uint8)
 
     def set_state(self, state: torch.Tensor) -> None:
         of_python, of_numpy = pickle.loads(state.numpy().tobytes())
@@ -126,14 +120,15 @@ class _OfPython:
 
 
 def generator_state_bytes(devices: str) -> int:
-    """Bytes that PyTorch allocates for a saved generator state: none but for one on the CPU alone."""
-    return int(torch.default_generator.get_state().nbytes) if devices == "cpu" else 0
+    """Bytes of a saved generator state on the CPU; none elsewhere, as it is on the host."""
+    return state_bytes(devices) if devices.startswith("cpu") else 0
 
 
 def state_bytes(devices: str) -> int:
     """Bytes of what :func:`generator_state` returns; CUDA's generators save a seed and an offset."""
     sizes = {"cuda": 16, "python": _OfPython.BYTES}
-    return sum(sizes.get(kind) or generator_state_bytes("cpu") for kind in devices.split("+"))
+    of_torch = int(torch.default_generator.get_state().nbytes)
+    return sum(sizes.get(kind, of_torch) for kind in devices.split("+"))
 
 
 def generator_device(node: Node) -> tuple[str, int | None]:
