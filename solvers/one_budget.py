@@ -225,5 +225,5 @@ def _solve_programs(
 def first_bound(graph: Graph, budget: int, time_limit: float) -> Bound:
     """Seconds that no schedule for a budget undercuts, in a small share of so many wall seconds."""
     moments = 1 if graph.forward_length > ilp.FINE else 4
-    # Of 1,302 operations (`transformer(100)` of `tests/graphs.py`) it takes 0.04 s; a quarter is for odd graphs.
+    # Of 1,302 operations (`transformer(100)` of `tests/graphs.py`) it takes 0.04 s: a quarter ends odd ones.
     return lower_bound(graph, budget, moments=moments, time_limit=time_limit / 4, integer_seconds=0.0)

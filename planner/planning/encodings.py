@@ -21,8 +21,8 @@ from solvers.model.solution import Solution, Status
 from solvers.programs.lower_bound import lower_bound, sent_by_bound
 
 _LEAST_SHARE = 0.02
-"""The share of the unplanned step's peak that results of ReLU must take together to be offered as signs: packing
-them saves no more. For less the step is not solved a second time."""
+"""The share of the unplanned step's peak that results of ReLU must take together to be offered as signs.
+Packing saves no more than what they take: for less the step is not solved a second time."""
 _LEAST_MASKS = 1 / 5000
 """The same where there are masks, which cost less to pack. Those of labels, some kilobytes, take less."""
 
