@@ -148,8 +148,8 @@ class PlanRecord(Record):
 
     @property
     def overhead(self) -> float:
-        """Extra time of the planned step over the one that recomputes nothing: 0.05 is 5 %. In pieces that one
-        takes longer as well, so that it is the unplanned step's."""
+        """Extra time of the planned step over the one that recomputes nothing: 0.05 is 5 %. That one
+        takes longer in pieces as well: of these plans it is over the unplanned step."""
         without = self.baseline if any(graph.split for graph in self.graphs) else self.no_recompute
         if without.seconds == 0:
             return 0.0
