@@ -47,6 +47,10 @@ def unread() -> tuple[str, ...]:
     return tuple(place for _, texts, place in _calls() if not texts)
 
 
+_PUBLIC = {"InconsistentError": "PlanFileError", "TooSlow": "BudgetError"}
+"""Errors of our own that users know as what they are made of."""
+
+
 @cache
 def _calls() -> tuple[tuple[str, list[str], str], ...]:
     """The kind, the texts and the place of each call that warns, or makes an error."""
@@ -64,7 +68,7 @@ def _calls() -> tuple[tuple[str, list[str], str], ...]:
             if (warns or name == "InfeasibleBudget") and ast.unparse(first) in _arguments(scope):
                 continue
             texts = [text for text in _texts(first, scope, tree, code) if re.search(r"\w", text)]
-            kind = "PlanWarning" if warns else "PlanFileError" if name == "InconsistentError" else str(name)
+            kind = "PlanWarning" if warns else _PUBLIC.get(str(name), str(name))
             found.append((kind, texts, f"{path.relative_to(ROOT)}:{node.lineno}"))
     return tuple(found)
 

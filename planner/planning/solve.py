@@ -24,7 +24,7 @@ from planner.planning.encodings import (
 )
 from planner.planning.make_plan import AS_WRITTEN, bound_bytes, make_plan
 from planner.planning.prepared import Prepared
-from planner.planning.solve_for import TooSlow, solve_for
+from planner.planning.solve_for import TooSlow, solve_for, too_slow
 from planner.planning.split import Forms, split_hint
 from planner.planning.within_budget import within_budget
 from planner.problem.build import Problem
@@ -414,7 +414,7 @@ def infeasible(
 ) -> PlannerError:
     """The error about a budget that no schedule was found for, with the one that is nearest to it."""
     if budget.bytes is None:
-        return TooSlow(budget, solution, prepared.problem.graph)
+        return too_slow(budget, solution, prepared.problem.graph)
     whole = prepared.whole_step(solution.schedule)
     if dynamic_peak_bytes is not None:  # of the programs that Inductor makes of the schedule
         whole = prepared.footprint.whole_step(dynamic_peak_bytes, prepared.problem.final_bytes)

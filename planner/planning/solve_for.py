@@ -18,13 +18,19 @@ class TooSlow(BudgetError):
         solution: The fastest of them, as infeasible.
     """
 
-    def __init__(self, budget: Budget, solution: Solution, graph: Graph) -> None:
-        extra = solution.seconds / graph.base_seconds - 1 if graph.base_seconds else 0.0
-        super().__init__(
-            f"budget {budget.text}: the fastest schedule that solver {solution.solver} finds takes "
-            f"{extra:.1%} extra time, with what it was asked to recompute; allow at least that"
-        )
+    def __init__(self, text: str, solution: Solution) -> None:
+        super().__init__(text)
         self.solution = solution
+
+
+def too_slow(budget: Budget, solution: Solution, graph: Graph) -> TooSlow:
+    """The error about a budget that allows less extra time than a solution takes."""
+    extra = solution.seconds / graph.base_seconds - 1 if graph.base_seconds else 0.0
+    return TooSlow(
+        f"budget {budget.text}: the fastest schedule that solver {solution.solver} finds takes "
+        f"{extra:.1%} extra time, with what it was asked to recompute; allow at least that",
+        solution,
+    )
 
 
 def solve_for(
@@ -103,5 +109,5 @@ def solve_for(
             constraints=constraints,
         )
     if not solution.feasible:
-        raise TooSlow(budget, solution, graph)
+        raise too_slow(budget, solution, graph)
     return solution
