@@ -37,15 +37,15 @@ def layers() -> Built:
 )
 def test_min_takes_what_the_error_says_and_no_less_is_planned(build: object, solver: str) -> None:
     model, args, kwargs = build()  # type: ignore[operator]
-    step = planner.prepare(model, args, kwargs, solver=solver, time_limit=60)  # captured once for all
-    plan = step.plan("min")
+    options = {"solver": solver, "time_limit": 60}
+    plan = planner.plan(model, args, kwargs, budget="min", **options)
     assert plan.whole_step is not None
     total = plan.whole_step.total_bytes
     for budget in (1, total - 1):
         with pytest.raises(InfeasibleBudget) as error:
-            step.plan(budget)
+            planner.plan(model, args, kwargs, budget=budget, **options)
         assert error.value.minimum_bytes == total
-    again = step.plan(total)
+    again = planner.plan(model, args, kwargs, budget=total, **options)
     assert again.predicted.peak_bytes == plan.predicted.peak_bytes
 
 
