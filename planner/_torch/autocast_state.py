@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner._torch import fake, operators
+from planner._torch.execution.cast_inside import noted_operators
 
 
 @contextlib.contextmanager
@@ -119,7 +120,8 @@ def autocast_regions() -> list[str]:
 
 def has_rule(operator: Any) -> bool:
     """Whether autocast may cast what an operator is given."""
-    return operators.is_operator(operator) and any(
+    known = operators.is_operator(operator) and operator not in noted_operators
+    return known and any(
         torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
         for key in ("AutocastCPU", "AutocastCUDA")
     )

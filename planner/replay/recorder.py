@@ -151,8 +151,9 @@ class SavesRecorder(CountingMode, StepRecorder):
         self._finalizers: list[Any] = []  # weak references: their callbacks run while they are held
         self._in_forward = False
         self._versions: dict[int, int] = {}  # by storage that the forward made: its writes so far
-        # Tensors that the forward read, by their id and storage, with the version that it read last.
-        self._read: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], int | None]] = {}
+        # Tensors that the forward read, by their id and storage: with the version that it read last, and the
+        # number of operators that had written to that storage.
+        self._read: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], int | None, int]] = {}
 
     def dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, and record it with its details."""
@@ -228,7 +229,7 @@ class SavesRecorder(CountingMode, StepRecorder):
             tuple(map(self.index_of, results_of(out))),
             tuple(map(self.index_of, writes)),
             why_not_noted(func, args, kwargs),
-            self._outside(self._note_reads(reads)),
+            self._outside(self._note_reads(reads, {self.memory_of(t) for t in writes})),
             self._outside(writes),
             self._outside(statistics_of(func, args)),
             self._inside[-1] if self._in_forward else "",
@@ -255,16 +256,17 @@ class SavesRecorder(CountingMode, StepRecorder):
         if version is None or self._versions.get(number, version) != version:
             self.saved.own_counters.add(number)
 
-    def _note_reads(self, reads: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _note_reads(self, reads: list[torch.Tensor], written: set[int]) -> list[torch.Tensor]:
         for tensor in reads if self._in_forward else ():
             base = tensor if tensor._base is None or tensor._base.layout in SPARSE else tensor._base
             key = id(base), self.memory_of(base)
             self._look_at(key, len(self.recording.events) - 1)
-            self._read[key] = weakref.ref(base), version_of(base)
+            version = None if key[1] in written else version_of(base)  # which PyTorch counts after the call
+            self._read[key] = weakref.ref(base), version, self.writes[key[1]]
         return reads
 
     def _look_for_changes(self) -> None:
-        for key, (tensor_of, _) in self._read.items():
+        for key, (tensor_of, _, _) in self._read.items():
             if (tensor := tensor_of()) is not None:
                 self._check_counter(tensor)
                 self._look_at(key, len(self.recording.events))
@@ -274,10 +276,11 @@ class SavesRecorder(CountingMode, StepRecorder):
         """Notice that a tensor has another version than when it was read, or other memory, by ``tensor.data =
         other``: a re-run would read that. No operator need have written: ``mark_dirty`` counts a write, too,
         and so does ``torch.autograd.graph.increment_version``."""
-        tensor_of, version = self._read.get(key, (lambda: None, None))
+        tensor_of, version, writes = self._read.get(key, (lambda: None, None, 0))
         if (tensor := tensor_of()) is None:
             return
-        number, counted = self.index_of(tensor), version_of(tensor) != version
+        number, counted = self.index_of(tensor), version not in (None, version_of(tensor))
+        counted = counted and self.writes[key[1]] == writes  # else an operator that is known has written
         if self.memory_of(tensor) != key[1] or (counted and number < 0):
             self.saved.outside_unseen[key[1]] = now
         elif counted and number in self.saved.own_counters:

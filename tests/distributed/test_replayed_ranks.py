@@ -210,7 +210,9 @@ def test_two_ranks_train_as_without_a_plan_and_take_what_is_predicted(name: str,
     for rank in range(2):
         said, *warned = what_a_rank_says(outcomes, name, rank).splitlines()
         assert said == f"{steps} followed, all equal"
-        assert ["retain_graph=True" in text for text in warned] == [True] * (name == "losses in turn")
+        if name == "losses in turn":  # whether another order is told of depends on what the plan makes again
+            warned = [text for text in warned if "another order" not in text]
+        assert ["retain_graph=True" in text for text in warned] == [True] * (name == "losses in turn"), warned
 
 
 @pytest.mark.heavy

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from planner._torch.autocast_state import autocast_state, set_autocast_state, under_autocast
 from planner._torch.compat import version
+from planner._torch.execution.cast_inside import noted_operators
 from planner._torch.patches import kernels_replaced, replaced
 from planner.errors import CaptureError, PlanWarning
 
@@ -223,10 +224,12 @@ def _register(library: Library, stack: contextlib.ExitStack, owner: int) -> None
 @functools.cache
 def operators_cast_on(device: str) -> frozenset[str]:
     """The operators for which PyTorch's autocast has kernels on a device ("CPU", "CUDA")."""
+    ours = {operator.name() for operator in noted_operators}
     return frozenset(
         name.removeprefix("aten::")
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("aten::")
+        and name not in ours
         and torch._C._dispatch_has_kernel_for_dispatch_key(name, f"Autocast{device}")
     )
 
