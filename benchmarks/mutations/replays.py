@@ -185,7 +185,7 @@ REPLAYS = [
         "casts-inside",
         "An operator that autocast has no rule for casts what it calls, as in eager.",
         "It runs as under any dispatch mode, without autocast.",
-        (Change(_FOLLOW, "if func in noted_operators and is_noted():", "if False:"),),
+        (Change(_FOLLOW, "if func in noted_operators and is_noted(func):", "if False:"),),
         ("tests/replay/test_cast_inside.py::test_what_they_call_is_cast_as_without_a_plan",),
     ),
 ]

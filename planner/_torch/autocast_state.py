@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner._torch import fake, operators
-from planner._torch.execution.cast_inside import noted_operators
+from planner._torch import fake
 
 
 @contextlib.contextmanager
@@ -116,15 +115,6 @@ def under_autocast(state: AutocastState) -> Iterator[None]:
 def autocast_regions() -> list[str]:
     """The autocast regions that are on here, as in ``cuda:bfloat16``."""
     return [f"{kind}:{str(torch.get_autocast_dtype(kind)).removeprefix('torch.')}" for kind in _enabled()]
-
-
-def has_rule(operator: Any) -> bool:
-    """Whether autocast may cast what an operator is given."""
-    known = operators.is_operator(operator) and operator not in noted_operators
-    return known and any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
-        for key in ("AutocastCPU", "AutocastCUDA")
-    )
 
 
 def casts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -10,7 +10,8 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from planner._torch.autocast_state import autocast_regions, casts, has_rule
+from planner._torch.autocast_state import autocast_regions, casts
+from planner._torch.execution.cast_inside import has_rule
 from planner.compiled.graph_hook import GraphHook, HookContext
 from planner.graph.trace import TracedGraph
 from planner.planfile.schema import BY_OPERATORS

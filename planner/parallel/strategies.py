@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from planner.errors import PlannerError
-from planner.planfile.schema import MOST_RANKS, MOST_SECONDS
+from planner.planfile.schema import MOST_MEASURED, MOST_RANKS
 
 
 class ParallelError(PlannerError, ValueError):
@@ -121,7 +121,7 @@ class DDP:
     def __post_init__(self) -> None:
         _check_count("world_size", self.world_size, "ranks")
         cap = self.bucket_cap_mb
-        if not isinstance(cap, int | float) or isinstance(cap, bool) or not 0 < cap <= MOST_SECONDS:
+        if not isinstance(cap, int | float) or isinstance(cap, bool) or not 0 < cap <= MOST_MEASURED:
             raise ParallelError(
                 f"bucket_cap_mb={cap!r}: expected a number of megabytes, more than 0, not infinity"
             )

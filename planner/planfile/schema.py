@@ -24,12 +24,12 @@ MOST_OPS = MOST_STEPS = 2_000_000
 MOST_IN_FLIGHT = 1_000_000
 """Micro-batches of a pipeline."""
 MOST_RANKS = 10_000_000
-MOST_SECONDS = 1e15
-"""Also megabytes of a bucket."""
+MOST_MEASURED = 1e15
+"""Seconds of a schedule, and megabytes of a bucket."""
 _TIMELINE_POINTS = 600
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
-Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
+Seconds = Annotated[float, Field(ge=0, le=MOST_MEASURED)]
 Index = Annotated[int, Field(ge=0, lt=MOST_OPS)]
 _MOST_CHARACTERS = 2000
 Name = Annotated[str, StringConstraints(max_length=_MOST_CHARACTERS)]

@@ -251,7 +251,7 @@ class Following(CountingMode):
         self.step = step
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in noted_operators and is_noted():
+        if func in noted_operators and is_noted(func):
             return dispatched_casting(self.__torch_dispatch__, func, types, args, kwargs)
         if types and any(map(is_wrapper, types)):
             return NotImplemented

@@ -162,7 +162,7 @@ class StepRecorder(autograd.InfrastructureMode):
         self._is_resident([held for tensor in (*resident, *gradients) for held in held_tensors(tensor)])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in noted_operators and is_noted():
+        if func in noted_operators and is_noted(func):
             self.recording.casting = True
             return dispatched_casting(self.dispatched, func, types, args, kwargs)
         return self.dispatched(func, types, args, kwargs)

@@ -39,6 +39,31 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
 mixed.register_autograd(_backward, setup_context=_save)
 
 
+_library = torch.library.Library("planner_test_casts", "FRAGMENT")
+_library.define("exactly(Tensor x, Tensor weight) -> Tensor")
+
+
+def _exactly(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return mixed(x, weight)
+
+
+_library.impl("exactly", _exactly, "CompositeImplicitAutograd")
+
+
+class Exactly(nn.Module):
+    """Calls an operator that is made of the other one, with autocast off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.linear = nn.Parameter(torch.randn(64, 64) / 8), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.ops.planner_test_casts.exactly(torch.sin(self.linear(x).float()), self.weight)
+        return x.square().mean()
+
+
 class OfOthers(nn.Module):
     """Calls that operator, once with autocast off."""
 
@@ -67,7 +92,11 @@ class Warps(nn.Module):
         return F.gelu(self.layer(torch.sin(x))).square().mean()
 
 
-CASES = {"of others": (OfOthers, (128, 64)), "grids": (Warps, (8, 3, 16, 16))}
+CASES = {
+    "of others": (OfOthers, (128, 64)),
+    "exactly": (Exactly, (128, 64)),
+    "grids": (Warps, (8, 3, 16, 16)),
+}
 
 
 @pytest.mark.parametrize("budget", ["100%", "min"])
@@ -78,7 +107,9 @@ def test_what_they_call_is_cast_as_without_a_plan(name: str, budget: str) -> Non
     model, x = make(), torch.randn(shape)
     eager = copy.deepcopy(model)
     with torch.autocast("cpu", torch.bfloat16):
-        plan = planner.plan(model, args=(x,), budget=budget)  # type: ignore[arg-type]
+        # Graphs are exact where autocast is off.
+        backend = "replay" if name == "exactly" else "auto"
+        plan = planner.plan(model, args=(x,), budget=budget, backend=backend)  # type: ignore[arg-type]
     assert plan.target.backend == "replay"
     assert bool(plan.recomputed_operations) is (budget == "min")
     plan.apply(model)

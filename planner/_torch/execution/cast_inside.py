@@ -8,15 +8,15 @@ note runs the operator with autocast on.
 
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner._torch.operators import OpOverload, is_collective, is_foreign
+from planner._torch.autocast_state import under_autocast
+from planner._torch.operators import OpOverload, is_collective, is_foreign, is_operator
 from planner._torch.patches import library_row
 
 AFFINE_GRID = torch.ops.aten.affine_grid_generator.default
@@ -37,8 +37,8 @@ noted_operators: set[OpOverload] = set()
 
 
 class _Here(threading.local):
-    noted: tuple[str, torch.dtype] | None = None
-    """The kind of device and the type that autocast casts to, while such an operator is dispatched."""
+    noted: tuple[Any, str, torch.dtype] | None = None
+    """While such an operator is dispatched: which one, and the kind of device and the type of autocast."""
 
 
 _here = _Here()
@@ -74,7 +74,7 @@ def _found(name: str) -> Any:
 
 def _rule(operator: OpOverload, kind: str) -> Callable[..., Any]:
     def noting(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        before, _here.noted = _here.noted, (kind, torch.get_autocast_dtype(kind))
+        before, _here.noted = _here.noted, (operator, kind, torch.get_autocast_dtype(kind))
         try:
             return operator.redispatch(keyset & _BELOW, *args, **kwargs)
         finally:
@@ -83,9 +83,9 @@ def _rule(operator: OpOverload, kind: str) -> Callable[..., Any]:
     return noting
 
 
-def is_noted() -> bool:
+def is_noted(operator: Any) -> bool:
     """For a dispatch mode that is called with such an operator: whether autocast is on."""
-    return _here.noted is not None
+    return _here.noted is not None and _here.noted[0] is operator
 
 
 def dispatched_casting(
@@ -99,29 +99,26 @@ def dispatched_casting(
     """
     noted, _here.noted = _here.noted, None  # for one mode and one call
     assert noted is not None
-    with _casting(*noted):
+    _, kind, dtype = noted
+    with under_autocast({kind: (True, dtype)}):
         if operator is not AFFINE_GRID:
             return dispatch(operator, types, args, kwargs)
         with _Passing(dispatch):
             return operator._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **(kwargs or {}))
 
 
+def has_rule(operator: Any) -> bool:
+    """Whether autocast may cast what an operator is given."""
+    known = is_operator(operator) and operator not in noted_operators
+    return known and any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key.name) for key in _KINDS.values()
+    )
+
+
 def casts_inside(operator: Any) -> bool:
     """In a dispatch mode: whether autocast may cast what an operator calls inside."""
     on = operator in noted_operators and any(map(torch.is_autocast_enabled, _KINDS))
     return on or (may_cast_inside(operator) and operator not in noted_operators)  # loaded a moment ago
-
-
-@contextmanager
-def _casting(kind: str, dtype: torch.dtype) -> Iterator[None]:
-    enabled, before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    torch.set_autocast_enabled(kind, True)
-    torch.set_autocast_dtype(kind, dtype)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, before)
 
 
 class _Passing(TorchDispatchMode):
