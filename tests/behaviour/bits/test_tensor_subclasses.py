@@ -106,6 +106,7 @@ def test_tensors_that_do_not_say_what_they_hold_are_warned_of(backend: BackendCh
         model(x).backward()
     twin(x).backward()
     ours, theirs = model.last.weight.grad, twin.last.weight.grad
-    assert ours is not None and theirs is not None
+    assert ours is not None
+    assert theirs is not None
     assert torch.equal(ours, theirs)
     assert planner.verify(twin, (x,), plan=plan, repeats=1).problems == []
