@@ -42,6 +42,7 @@ def prepare(
 
     With ``backend="auto"`` graphs are tried first. They are taken if they are few and small enough,
     nothing of the forward lies between them, and they cause no warning that a replay would not cause.
+    Pipelines, regions that are not the units of ``fully_shard``, and tensor parallelism are for graphs alone.
 
     Args:
         model: The module.
@@ -72,16 +73,22 @@ def prepare(
         return by(options.backend)
     if off is not None:
         return _replayed(by("replay"), off)
-    if not _can_replay(model, options):
-        return by("eager")
+    sharded = isinstance(read_parallel(options.parallel), FSDP2)
+    if (
+        options.in_flight is not None
+        or holds_dtensors(model)
+        or (options.regions is not None and not sharded)
+    ):
+        return by("eager")  # replays cannot follow such a step
     graphs, told, why = None, list[str](), ""
     try:
-        with warnings_collected() as told:
-            graphs = by("eager", Most(MOST_GRAPHS, MOST_OPERATIONS))
+        with warnings_collected() as told:  # graphs of units that are alike are captured once
+            graphs = by("eager", None if sharded else Most(MOST_GRAPHS, MOST_OPERATIONS))
     except CaptureError as error:
         why = f"{error}".removesuffix(f". {NOT_A_GRAPH}").removesuffix(f". {AROUND}")
     if graphs is not None:
-        if graphs.captured.eager_operations:
+        # Between the units of fully_shard some operations always run as written.
+        if graphs.captured.breaks if sharded else graphs.captured.eager_operations:
             why = "parts of the forward are no graphs"
         if not (why or told):
             return graphs
@@ -104,14 +111,3 @@ def _warned(prepared: Prepared, told: Sequence[str]) -> Prepared:
     for text in told:
         warn(text)
     return prepared
-
-
-def _can_replay(model: torch.nn.Module, options: PlanOptions) -> bool:
-    """Whether replays can follow a step: one without regions, pipelines, FSDP2 and tensor parallelism."""
-    parallel = read_parallel(options.parallel)
-    return (
-        options.regions is None
-        and options.in_flight is None
-        and not isinstance(parallel, FSDP2)
-        and not holds_dtensors(model)
-    )
