@@ -42,7 +42,6 @@ def prepare(
 
     With ``backend="auto"`` graphs are tried first. They are taken if they are few and small enough,
     nothing of the forward lies between them, and they cause no warning that a replay would not cause.
-    Pipelines, regions that are not the units of ``fully_shard``, and tensor parallelism are for graphs alone.
 
     Args:
         model: The module.
@@ -73,13 +72,9 @@ def prepare(
         return by(options.backend)
     if off is not None:
         return _replayed(by("replay"), off)
-    sharded = isinstance(read_parallel(options.parallel), FSDP2)
-    if (
-        options.in_flight is not None
-        or holds_dtensors(model)
-        or (options.regions is not None and not sharded)
-    ):
-        return by("eager")  # replays cannot follow such a step
+    if not _can_replay(model, options):
+        return by("eager")
+    sharded = _is_sharded(options)
     graphs, told, why = None, list[str](), ""
     try:
         with warnings_collected() as told:  # graphs of units that are alike are captured once
@@ -111,3 +106,14 @@ def _warned(prepared: Prepared, told: Sequence[str]) -> Prepared:
     for text in told:
         warn(text)
     return prepared
+
+
+def _can_replay(model: torch.nn.Module, options: PlanOptions) -> bool:
+    """Whether replays can follow a step: one without pipelines and tensor parallelism, whose regions, if it has
+    any, are units of ``fully_shard``."""
+    other_regions = options.regions is not None and not _is_sharded(options)
+    return not other_regions and options.in_flight is None and not holds_dtensors(model)
+
+
+def _is_sharded(options: PlanOptions) -> bool:
+    return isinstance(read_parallel(options.parallel), FSDP2)
