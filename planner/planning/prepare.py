@@ -109,8 +109,8 @@ def _warned(prepared: Prepared, told: Sequence[str]) -> Prepared:
 
 
 def _can_replay(model: torch.nn.Module, options: PlanOptions) -> bool:
-    """Whether replays can follow a step: one without pipelines and tensor parallelism, whose regions, if it has
-    any, are units of ``fully_shard``."""
+    """Whether replays can follow a step: one without pipelines and tensor parallelism, whose regions are
+    units of ``fully_shard``."""
     other_regions = options.regions is not None and not _is_sharded(options)
     return not other_regions and options.in_flight is None and not holds_dtensors(model)
 
