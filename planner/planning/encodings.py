@@ -36,8 +36,8 @@ _SHARES_OF_BOUND = 0.8, 1.0
 """Shares of the link's bytes per second that the lower bound's program may use, each tried, as above: without
 0.8, that GPT takes 20.8 %, too; without 1.0, BERT-Large takes 4.9 % for 30 % of its peak, not 3.4."""
 _PROGRAM_SECONDS = 2.0
-"""Wall seconds for each of these programs. They only select what is offered, so any answer is of use: with a
-quarter and with four times of it, three of four plans of these models are the same, and one takes 1.8 % more."""
+"""Wall seconds for each of these programs. They only select what is offered, so any answer is of use: with
+a quarter and four times of it, three of four plans of these models are the same, one takes 1.8 % more."""
 
 _BESIDE = 0.02
 """The share of a transfer's time that counts if the step computes meanwhile: a little, so that of schedules
