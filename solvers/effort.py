@@ -26,9 +26,10 @@ class PortfolioSettings:
         met: A schedule this close to the bound ends the search.
         small_twice_beyond, small_programs_beyond: Graphs that are not large and nearer to the bound than this
             are done without recomputing twice, and without programs with walls.
+        large_twice_beyond, large_programs_beyond: The same of large graphs.
         optimal_gap: A schedule with no larger a gap is called optimal.
-        near: Nearer to the bound than this, recomputing twice is not tried.
-        nearer: Large graphs this near to the bound are done when the single-recompute program is.
+        near: Nearer to the bound than this, segments of about equal bytes are not tried, nor trades; nor is
+            recomputing twice tried in more than one way on large graphs.
         far: Farther from the bound than this, lower sets are tried as well.
         other_form: Where masks may be kept as bits, the problems with and without are not both solved if the
             answer to one is this near to the bound of the other.
@@ -68,9 +69,10 @@ class PortfolioSettings:
     met: float = 1e-6
     small_twice_beyond: float = 0.0
     small_programs_beyond: float = 0.0
+    large_twice_beyond: float = 2e-4
+    large_programs_beyond: float = 2e-3
     optimal_gap: float = 1e-6
     near: float = 2e-3
-    nearer: float = 2e-4
     far: float = 1e-2
     other_form: float = 1e-6
     program_share: float = 1 / 8
@@ -120,8 +122,10 @@ EFFORTS: dict[Effort, PortfolioSettings] = {
         least_failures=3,
         other_form=2e-3,
         met=5e-4,
-        small_twice_beyond=2e-3,
+        small_twice_beyond=6e-3,
         small_programs_beyond=1e-2,
+        large_twice_beyond=6e-3,
+        large_programs_beyond=1e-2,
         behind=2e-3,
         parts_beyond=5e-3,
         longest_in_stretches=1000,

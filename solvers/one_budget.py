@@ -178,11 +178,14 @@ def attempt(
     if not large:
         search.begin_stage((0.15, 0.2), settings.small_trading_share)
         result.improve_locally(trading=result.distance > settings.near)
+    if not result.done:  # before the slow ways, which a higher bound makes needless
+        seconds = search.wall(min(INTEGER_SECONDS, patience / 4))
+        result.bound = at_more_moments(graph, budget, result.bound, seconds)
     far = result.distance > settings.near
     if not result.done and far:
         search.begin_stage((0.2, 0.3), 0.4)
         sqrt_n.improve(search)
-    twice_beyond = settings.nearer if large else settings.small_twice_beyond
+    twice_beyond = settings.large_twice_beyond if large else settings.small_twice_beyond
     if not result.done and result.distance > twice_beyond:
         search.begin_stage((0.3, 0.5), 0.5)
         if far or not large:
@@ -202,9 +205,6 @@ def attempt(
     if parts and not result.behind:
         result.improve_part_by_part()
     search.begin_stage((0.0, 1.0))
-    if result.distance > settings.met:
-        seconds = search.wall(min(INTEGER_SECONDS, patience / 4))
-        result.bound = at_more_moments(graph, budget, result.bound, seconds)
     search.tell("polished", 1.0)
     return result
 
@@ -215,7 +215,8 @@ def _solve_programs(
     """The single-recompute program from coarse to fine, where that can still pay."""
     search, settings = result.search, result.settings
     large = search.graph.forward_length > ilp.FINE
-    if not result.done and result.distance > (settings.near if large else settings.small_programs_beyond):
+    beyond = settings.large_programs_beyond if large else settings.small_programs_beyond
+    if not result.done and result.distance > beyond:
         left = max(time_limit - search.elapsed, 1e-9)
         search.begin_stage((0.5, 0.9), min(1.0, search.wall(settings.walled_programs * patience) / left))
         enough = result.bound.seconds + settings.met * search.graph.base_seconds

@@ -17,8 +17,10 @@ def shorten_searches(patch: pytest.MonkeyPatch, *, near: bool = False) -> None:
     from solvers.chains import rotor
     from solvers.effort import EFFORTS
 
-    fast = replace(EFFORTS["fast"], met=5e-3, small_twice_beyond=0.1, small_programs_beyond=float("inf"))
-    enough = replace(fast, met=0.3, small_twice_beyond=0.3, parts_beyond=float("inf"))
+    far = {"small_twice_beyond": 0.1, "small_programs_beyond": float("inf")}
+    far |= {name.replace("small", "large"): value for name, value in far.items()}
+    fast = replace(EFFORTS["fast"], met=5e-3, **far)
+    enough = replace(fast, met=0.3, small_twice_beyond=0.3, large_twice_beyond=0.3, parts_beyond=float("inf"))
     patch.setitem(EFFORTS, "fast", replace(fast, parts_work=500) if near else enough)
     patch.setattr(sqrt_n, "FROM_SCRATCH", 100)
     patch.setitem(rotor.improve.__kwdefaults__, "counts", (32, 10))

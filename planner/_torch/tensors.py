@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils.weak import TensorWeakRef
 
@@ -63,12 +64,24 @@ def is_lent(tensor: torch.Tensor) -> bool:
     return not tensor.untyped_storage().resizable()
 
 
+_HOLD_THEIR_DATA = (torch.Tensor, torch.nn.Parameter)
+
+
 def is_wrapper(kind: type) -> bool:
     """Whether tensors of a class hold others that have their data, as DTensors do."""
-    return kind not in _HOLD_THEIR_DATA and is_traceable_wrapper_subclass_type(kind)
+    return kind not in _HOLD_THEIR_DATA and (is_traceable_wrapper_subclass_type(kind) or is_opaque(kind))
 
 
-_HOLD_THEIR_DATA = (torch.Tensor, torch.nn.Parameter)
+@functools.cache
+def is_opaque(kind: type) -> bool:
+    """Whether tensors of a class run operators in their own way, and do not say which tensors they hold."""
+    runs: Any = getattr(kind, "__torch_dispatch__", None)
+    return (
+        runs is not torch._C._disabled_torch_dispatch_impl
+        and issubclass(kind, torch.Tensor)
+        and not issubclass(kind, FakeTensor)
+        and not is_traceable_wrapper_subclass_type(kind)
+    )
 
 
 def held_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -76,10 +89,13 @@ def held_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     values, of most tensors the tensor itself."""
     if tensor.layout in SPARSE:
         return [part(tensor) for part in SPARSE[tensor.layout]]
-    if type(tensor) in _HOLD_THEIR_DATA or not is_traceable_wrapper_subclass_type(type(tensor)):
+    if not is_wrapper(type(tensor)):
         return [tensor]
     of_a_wrapper: Any = tensor
-    held = [getattr(tensor, name) for name in of_a_wrapper.__tensor_flatten__()[0]]
+    if is_opaque(type(tensor)):
+        held = list(vars(tensor).values())
+    else:
+        held = [getattr(tensor, name) for name in of_a_wrapper.__tensor_flatten__()[0]]
     return [own for one in held if isinstance(one, torch.Tensor) for own in held_tensors(one)]
 
 

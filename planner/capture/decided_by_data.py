@@ -33,6 +33,12 @@ SPARSE_TENSORS = (
     "which measures it"
 )
 
+OPAQUE = (
+    "the step computes with tensors of the class {}, which runs operators in its own way and does not say "
+    "which tensors it holds, so that a step may take more than predicted. Call planner.verify(), which "
+    "measures it, or give the class __tensor_flatten__ and __tensor_unflatten__"
+)
+
 HOUSEHOLDER = (
     "the backward of torch.linalg.householder_product runs other operators than are recorded, as PyTorch "
     "chooses them by whether something records: the step may take more than predicted. Call "

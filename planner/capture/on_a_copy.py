@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -15,7 +15,7 @@ from planner._torch.cuda.autocast import autocast_of_cuda
 from planner._torch.cuda.kernels import kernels_of_cuda
 from planner._torch.distributed import tensor_parallel_ranks
 from planner._torch.fake import is_fake
-from planner._torch.tensors import SPARSE
+from planner._torch.tensors import SPARSE, is_opaque
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner._torch.tracing.let_go import forget_what_was_looked_up
@@ -34,9 +34,6 @@ from planner.training_step.snapshot import StepSnapshot
 from planner.training_step.step import Step, tensors_in
 
 logger = logging.getLogger(__name__)
-
-
-_SPARSE = "the data of a sparse tensor decide how much memory it takes, and which operations run"
 
 
 class NotWithoutDataError(CaptureError):
@@ -113,11 +110,11 @@ def on_a_copy(
                 f"{off}: with others a step is recorded with its data, on the device that will run it. Plan "
                 "for a device that is not here with one of these"
             )
-    elif any(t.layout in SPARSE for t in _given(module, step)):  # without data they have no elements
-        if (wrong := _no_data(_SPARSE, module, step)) is not None:
+    elif (why := _only_with_data(_given(module, step))) is not None:
+        if (wrong := _no_data(why, module, step)) is not None:
             raise wrong
         if not may_have_data:
-            raise _elsewhere(_SPARSE)
+            raise _elsewhere(why)
     else:
         try:
             report("copying the module without its data", 0.0)
@@ -219,6 +216,19 @@ def _no_data(why_needed: str, module: torch.nn.Module, step: Step) -> CaptureErr
             "the meta device): plan it with real ones"
         )
     logger.info("%s; capturing with data", why_needed)
+    return None
+
+
+def _only_with_data(given: Iterable[torch.Tensor]) -> str | None:
+    """Why there are no tensors without data like those that are given; None where there are."""
+    for tensor in given:
+        if tensor.layout in SPARSE:
+            return "the data of a sparse tensor decide how much memory it takes, and which operations run"
+        if is_opaque(type(tensor)):
+            return (
+                f"{type(tensor).__name__} runs operators in its own way, and does not say by "
+                "__tensor_flatten__ which tensors it holds"
+            )
     return None
 
 

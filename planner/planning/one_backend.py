@@ -16,6 +16,7 @@ from planner.capture.captured_step import CapturedStep, CudaKernels
 from planner.capture.decided_by_data import (
     FUNCTIONS,
     HOUSEHOLDER,
+    OPAQUE,
     PRODUCTS,
     PRODUCTS_INSIDE,
     PSEUDOINVERSE,
@@ -270,6 +271,8 @@ def _findings(captured: CapturedStep, model: torch.nn.Module, options: PlanOptio
     # Replays are recorded with the data of lists of indices, and what their kernels take is measured.
     if has_sparse(captured.eager, compressed=replaying):
         yield SPARSE_TENSORS
+    if captured.eager.opaque is not None:
+        yield OPAQUE.format(captured.eager.opaque.__name__)
     compiled = [*compiled_modules(model), *captured.uncompiled]
     if compiled and options.backend != "inductor":
         yield uncompiled(compiled)

@@ -74,14 +74,16 @@ def prepare(
         return _replayed(by("replay"), off)
     if not _can_replay(model, options):
         return by("eager")
+    sharded = _is_sharded(options)
     graphs, told, why = None, list[str](), ""
     try:
-        with warnings_collected() as told:
-            graphs = by("eager", Most(MOST_GRAPHS, MOST_OPERATIONS))
+        with warnings_collected() as told:  # graphs of units that are alike are captured once
+            graphs = by("eager", None if sharded else Most(MOST_GRAPHS, MOST_OPERATIONS))
     except CaptureError as error:
         why = f"{error}".removesuffix(f". {NOT_A_GRAPH}").removesuffix(f". {AROUND}")
     if graphs is not None:
-        if graphs.captured.eager_operations:
+        # Between the units of fully_shard some operations always run as written.
+        if graphs.captured.breaks if sharded else graphs.captured.eager_operations:
             why = "parts of the forward are no graphs"
         if not (why or told):
             return graphs
@@ -107,11 +109,11 @@ def _warned(prepared: Prepared, told: Sequence[str]) -> Prepared:
 
 
 def _can_replay(model: torch.nn.Module, options: PlanOptions) -> bool:
-    """Whether replays can follow a step: one without regions, pipelines, FSDP2 and tensor parallelism."""
-    parallel = read_parallel(options.parallel)
-    return (
-        options.regions is None
-        and options.in_flight is None
-        and not isinstance(parallel, FSDP2)
-        and not holds_dtensors(model)
-    )
+    """Whether replays can follow a step: one without pipelines and tensor parallelism, whose regions are
+    units of ``fully_shard``."""
+    other_regions = options.regions is not None and not _is_sharded(options)
+    return not other_regions and options.in_flight is None and not holds_dtensors(model)
+
+
+def _is_sharded(options: PlanOptions) -> bool:
+    return isinstance(read_parallel(options.parallel), FSDP2)

@@ -30,6 +30,7 @@ from planner._torch.tensors import (
     call_tensors,
     held_tensors,
     is_lent,
+    is_opaque,
     is_wrapper,
     schema_of,
     storage_number,
@@ -97,6 +98,7 @@ class Recording:
             does hold those that are sent to the next stage, unless it frees them early.
         sent: The storages of outputs that are sent to the next stage of a pipeline, which then frees them.
         casting: Whether autocast may cast what an operator calls inside.
+        opaque: A class of tensors that do not say which tensors they hold; None if no operator is given one.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -107,6 +109,7 @@ class Recording:
     results: frozenset[int] = frozenset()
     sent: frozenset[int] = frozenset()
     casting: bool = False
+    opaque: type | None = None
 
 
 class StepRecorder(autograd.InfrastructureMode):
@@ -175,6 +178,7 @@ class StepRecorder(autograd.InfrastructureMode):
         if not self._paused and any(map(is_wrapper, types)):
             if any(tensor.is_nested for tensor in call_tensors([args, kwargs])):
                 raise CaptureError(NESTED)
+            self.recording.opaque = next(filter(is_opaque, types), self.recording.opaque)
             return NotImplemented  # it runs operations on the tensors that it holds, which are recorded
         # Operators of higher order run the operators that they are made of, which are recorded themselves.
         if self._paused or not operators.is_operator(func) or schema_of(func).name in QUERIES:

@@ -525,6 +525,33 @@ def test_auto_takes_graphs_where_they_need_no_more_said(monkeypatch: pytest.Monk
     assert many.notes[-1].startswith(reason)
 
 
+class Scaled(nn.Module):
+    """A layer that reads a number of its own result."""
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.reads = nn.Linear(8, 32), nn.Linear(32, 8), reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.up(x))
+        return x + self.down(y * 2 if self.reads and y.abs().max().item() > 1e-3 else y)
+
+
+@needs_graphs
+@pytest.mark.parametrize(("reads", "backend"), [(False, "eager"), (True, "replay")])
+@pytest.mark.parametrize("regions", [None, ["0", "1"]])
+def test_auto_replays_where_a_unit_of_fully_shard_is_no_graph(
+    reads: bool, backend: str, regions: list[str] | None
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(reads=reads), Scaled(reads=reads), nn.Linear(8, 1))
+    given: Any = {"parallel": planner.FSDP2(2), "regions": regions, "costs": "roofline"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        plan = planner.plan(model, torch.randn(4, 8), budget="100%", **given)
+    assert plan.target.backend == backend
+
+
 @needs_graphs
 def test_graph_is_another_name_of_eager() -> None:
     plan = planner.plan(nn.Linear(4, 4), torch.randn(2, 4), budget="100%", backend="graph")

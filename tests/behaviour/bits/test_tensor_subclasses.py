@@ -8,6 +8,8 @@ import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_map_only
 
+import planner
+from planner.choices import BackendChoice
 from tests.side_by_side import exact_plan_of, no_plan_warnings
 
 aten = torch.ops.aten
@@ -23,7 +25,7 @@ class Named(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-class Scaled(torch.Tensor):
+class Opaque(torch.Tensor):
     """Holds a tensor that is read times a number, as quantised weights are; its gradient is a plain one."""
 
     inner: torch.Tensor
@@ -37,21 +39,28 @@ class Scaled(torch.Tensor):
         made.inner, made.scale = inner, scale
         return made
 
-    def __tensor_flatten__(self) -> tuple[list[str], float]:
-        return ["inner"], self.scale
-
-    @staticmethod
-    def __tensor_unflatten__(held: Mapping[str, torch.Tensor], scale: float, size: Any, stride: Any) -> Any:
-        return Scaled(held["inner"], scale)
+    def __deepcopy__(self, memo: Any) -> Any:
+        return type(self)(self.inner.clone(), self.scale)
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in (aten.detach.default, aten.clone.default, aten.alias.default, aten.zeros_like.default):
-            return Scaled(func(args[0].inner, *args[1:], **(kwargs or {})), args[0].scale)
-        plain = tree_map_only(Scaled, lambda t: t.inner * t.scale, (args, kwargs or {}))
+            return cls(func(args[0].inner, *args[1:], **(kwargs or {})), args[0].scale)
+        plain = tree_map_only(Opaque, lambda t: t.inner * t.scale, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
+
+
+class Scaled(Opaque):
+    """The same, which says what it holds."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], float]:
+        return ["inner"], self.scale
+
+    @staticmethod
+    def __tensor_unflatten__(held: Mapping[str, torch.Tensor], scale: float, size: Any, stride: Any) -> Any:
+        return Scaled(held["inner"], scale)
 
 
 class Weighted(nn.Module):
@@ -81,3 +90,23 @@ def test_parameters_of_classes_of_the_users(
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert (ours.grad is None) is (theirs.grad is None)
         assert ours.grad is None or theirs.grad is None or torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("backend", ["auto", "replay"])
+def test_tensors_that_do_not_say_what_they_hold_are_warned_of(backend: BackendChoice) -> None:
+    def made() -> Weighted:
+        torch.manual_seed(0)
+        return Weighted(lambda t: Opaque(t, 0.5), trained=False)
+
+    model, twin, x = made(), made(), torch.randn(64, 32)
+    with pytest.warns(planner.PlanWarning, match="class Opaque, which runs operators in its own way"):
+        plan = planner.plan(model, (x,), budget="min", backend=backend)
+    plan.apply(model)
+    with no_plan_warnings():
+        model(x).backward()
+    twin(x).backward()
+    ours, theirs = model.last.weight.grad, twin.last.weight.grad
+    assert ours is not None
+    assert theirs is not None
+    assert torch.equal(ours, theirs)
+    assert planner.verify(twin, (x,), plan=plan, repeats=1).problems == []
