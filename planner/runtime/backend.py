@@ -385,9 +385,9 @@ class PlanBackend:
         """The schedule of a graph's backward. Warns if it is not exactly the plan's.
 
         Returns:
-            The operations that the backward runs, by index, in order; those of them that unpack bits or fetch
-            a result from the host; and for each result that is sent there, the operation behind which it has
-            arrived.
+            Three things, with operations by index: the operations that the backward runs, in order; those of
+            them that unpack bits or fetch a result from the host; and for each result that is sent to the
+            host, the operation after which it has arrived.
         """
         if record is None:
             remapped = max((remap_schedule(g, joint) for g in self._plan.graphs), key=lambda a: a.followed)

@@ -125,7 +125,7 @@ class Cuts:
     Attributes:
         bytes: Bytes of the values that cross each position.
         count: How many values cross each position.
-        articulation: For each position whether the operation before a position produces an articulation point.
+        articulation: For each position whether the operation before it produces an articulation point.
         start: For each value its producer; the value crosses the positions after this, up to ``end``. -1 for
             values that are pinned, and those that the forward does not compute.
         end: For each value the last position that it crosses; its start where it crosses none.
