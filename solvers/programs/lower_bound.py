@@ -275,7 +275,7 @@ def _program_at(
         program.variable(seconds[graph.rerun(i)] * scale, high=1.0 if may[i] else 0.0)
         for i in graph.forward_ops
     ]
-    in_time = _InTime.behind(graph, moment)
+    in_time = _InTime.after(graph, moment)
     producer = listed(BaseOp, graph.producer)
     hold: dict[ValueId, Variable] = {}
     sent: dict[ValueId, Variable] = {}
@@ -356,7 +356,7 @@ class _InTime:
     region: Per[ValueId, Region | None]
 
     @staticmethod
-    def behind(graph: Graph, moment: BaseOp) -> "_InTime":
+    def after(graph: Graph, moment: BaseOp) -> "_InTime":
         table = graph.walk_table
         begins, ends = dict[Region, BaseOp](), dict[Region, BaseOp]()
         first_read = [graph.base_length] * len(graph.values)

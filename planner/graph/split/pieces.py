@@ -363,7 +363,7 @@ class _Pieces:
                 made[node] = part
 
     def _outside(self, emit: Emitter, node: Node) -> Node:
-        """A value from outside of the run; one that is computed after the pieces is computed before them too."""
+        """A value from outside of the run; one computed after the pieces is computed before them too."""
         if node in self._totals:
             return self._totals[node]
         if node in self._hoisted:
