@@ -39,8 +39,8 @@ class PortfolioSettings:
             should be of use.
         small_program_seconds: The process seconds that each kind of program gets on small graphs.
         walled_programs: Programs with walls get this many times as long: they are solved at several sizes.
-        behind: Where another form of the same step has an answer, and this one's after the quick ways is
-            slower by more than this, the slow ways are left out.
+        hopeless: The slow methods do not run where the quick ones' answer is slower than that of another form
+            of the same step by more than this share of its seconds.
         parts_beyond: Graphs that are nearer to the bound than this are done without a search part by part
             (:mod:`solvers.programs.neighbourhood`).
         longest_in_stretches: So are those with more forward operations that are not of layers, each a
@@ -80,7 +80,7 @@ class PortfolioSettings:
     program_least_share: float = 1 / 120
     small_program_seconds: float = 6.0
     walled_programs: float = 3.0
-    behind: float = float("inf")
+    hopeless: float = float("inf")
     parts_beyond: float = 0.0
     longest_in_stretches: float = float("inf")
     parts_enough: float = 0.0
@@ -126,7 +126,7 @@ EFFORTS: dict[Effort, PortfolioSettings] = {
         small_programs_beyond=1e-2,
         large_twice_beyond=6e-3,
         large_programs_beyond=1e-2,
-        behind=2e-3,
+        hopeless=2e-3,
         parts_beyond=5e-3,
         longest_in_stretches=1000,
         parts_enough=2e-3,

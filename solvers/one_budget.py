@@ -93,12 +93,12 @@ class Attempt:
         return late or self.distance <= self.settings.met
 
     @property
-    def behind(self) -> bool:
+    def is_hopeless(self) -> bool:
         """Whether the best schedule of the quick methods is so much slower than the rival that the slow ones
         are not expected to make up for it."""
         fastest, graph = self.search.fastest, self.search.graph
         return (
-            fastest is not None and fastest.seconds - self.rival > self.settings.behind * graph.base_seconds
+            fastest is not None and fastest.seconds - self.rival > self.settings.hopeless * graph.base_seconds
         )
 
     def improve_locally(self, *, trading: bool) -> None:
@@ -193,16 +193,16 @@ def attempt(
         else:
             counts = rotor.COUNTS[:1]
             rotor.improve(search, budget, everything.peak_bytes, shared.tables, counts=counts, kinds=1)
-    if not result.behind:
+    if not result.is_hopeless:
         _solve_programs(result, programs, budget, time_limit, patience)
     search.begin_stage((0.9, 1.0), settings.large_trading_share if large else settings.small_trading_share)
     if not result.done and result.distance > settings.far:
         lower_sets.improve(search, budget, everything.peak_bytes)
-    if not result.done and not result.behind and exact_ilp.count_slots(graph) <= settings.exact_slots:
+    if not result.done and not result.is_hopeless and exact_ilp.count_slots(graph) <= settings.exact_slots:
         seconds = search.wall(settings.exact_seconds)
         exact_ilp.answer(search, exact_ilp.find_slots(graph), budget, seconds=seconds)
     result.improve_locally(trading=far or not large)
-    if parts and not result.behind:
+    if parts and not result.is_hopeless:
         result.improve_part_by_part()
     search.begin_stage((0.0, 1.0))
     search.tell("polished", 1.0)

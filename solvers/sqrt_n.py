@@ -6,7 +6,7 @@ Elsewhere: segment checkpointing, ``checkpoint_sequential``, OpenAI's ``gradient
 The forward pass is cut into segments of balanced bytes. Values that cross a cut are kept, and the inside
 of a segment is recomputed when its backward comes; the last segment is kept whole, since its backward
 comes at once. The size of the segments is swept and every size simulated; so are segments that level
-the peak (earlier ones are longer: when their backward comes, the later cuts are free). Cuts lie behind
+the peak (earlier ones are longer: when their backward comes, the later cuts are free). Cuts lie after
 articulation points and, because many graphs have few or none (U-Net, DenseNet), also wherever few
 bytes cross. Small values (statistics, reduced outputs) are always kept, and bytes that a budget leaves
 over keep the values that save most seconds a byte.
@@ -83,7 +83,7 @@ def one_extra_forward(graph: Graph) -> float:
 
 
 def families(cuts: Cuts) -> list[Positions]:
-    """Sets of positions to cut at: behind articulation points, and where few bytes cross."""
+    """Sets of positions to cut at: after articulation points, and where few bytes cross."""
     inner = np.ones(len(cuts.bytes), dtype=bool)
     inner[[0, -1]] = False
     before = np.concatenate(([True], cuts.bytes[1:] <= cuts.bytes[:-1]))
@@ -149,7 +149,7 @@ def held_by_backward(graph: Graph, uses: ForwardUses) -> PerPosition:
 
 
 def keep_walls(graph: Graph, cuts: Cuts, pinned: ValueMask, walls: list[Position]) -> ValueMask:
-    """The kept values: pinned ones, those that cross a wall, and the segment behind the last wall."""
+    """The kept values: pinned ones, those that cross a wall, and the segment after the last wall."""
     kept = pinned.copy()
     kept |= cuts.kept_at(walls)
     if walls:

@@ -13,7 +13,7 @@ import torch
 
 from planner._torch.cuda.recorder import BoxedFunction
 from planner._torch.tensors import copy_elements, strided_copy
-from planner.runtime import recorded
+from planner.runtime import recordings
 
 
 class StandIn:
@@ -89,5 +89,5 @@ def stand_in() -> Iterator[list[StandIn]]:
         made.append(StandIn())
         return made[-1]
 
-    with mock.patch.object(recorded, "recorder_for", make):
+    with mock.patch.object(recordings, "recorder_for", make):
         yield made

@@ -89,8 +89,8 @@ PIECES = [
         (
             Change(
                 _ARENA,
-                "        if self._off or memory.frees() == self._frees:\n",
-                "        if self._off or self._frees is not None:\n",
+                "        if self._disabled or memory.frees() == self._frees:\n",
+                "        if self._disabled or self._frees is not None:\n",
             ),
         ),
         (f"{_OF_ARENAS}::test_segments_that_have_gone_are_reserved_again",),

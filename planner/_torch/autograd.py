@@ -298,7 +298,7 @@ def leave_out_hooks_without_gradients(node: Any, others: Sequence[dict[int, Call
     eager's backward does not reach.
 
     Args:
-        node: The node; the hooks on the leaves behind it are guarded.
+        node: The node. The hooks on the leaves that it gives gradients to are guarded.
         others: Further dictionaries of hooks, as tensors have them.
     """
     guarded: list[Any] = [hooks for hooks in others if hooks]
@@ -339,11 +339,11 @@ def leave_out_hooks_without_gradients(node: Any, others: Sequence[dict[int, Call
 
 
 def leave_out_functions_without_gradients(node: Any) -> None:
-    """Have Python's autograd functions, behind a node that hands on no gradient, do nothing without one.
+    """Have Python's autograd functions that a node calls next do nothing where it gives them no gradient.
 
-    The engine calls them with zeros in its place, and the nodes behind them get gradients of zeros. Eager's
-    backward would neither reach them nor call the hooks on them, among these a module's backward hooks. Other
-    compiled nodes take care of the nodes behind them themselves.
+    The engine calls them with zeros instead, and the nodes after them get gradients of zeros. Eager's
+    backward would not reach them, nor call the hooks on them, such as a module's backward hooks. Compiled
+    nodes after this one do the same for the nodes that they call.
     """
     pending, seen = [node], {node}
     while pending:

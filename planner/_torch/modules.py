@@ -119,7 +119,7 @@ _FRAMES_TO_A_CALL = 8
 
 
 def called_instead_of(module: torch.nn.Module, installed: object) -> torch.nn.Module | None:
-    """The module whose call runs, if it is not ``module`` but has what is installed there all the same.
+    """The module whose call runs, if it is not ``module`` but has the call that is installed in ``module``.
 
     This is so after a module's ``__dict__`` was copied, as for replicas of ``DataParallel``. The installed
     call does not get the module as an argument, so it is read from the frame of the caller.

@@ -123,7 +123,7 @@ def numbers_as_tensors(operator: OpOverload, args: Sequence[Any]) -> tuple[Any, 
 
 
 def number_as_tensor(number: float | complex) -> torch.Tensor:
-    """A tensor like that which PyTorch makes of a number."""
+    """A tensor of the shape and type of the one that PyTorch makes of a number."""
     dtypes: dict[type, torch.dtype] = {
         bool: torch.bool,
         float: torch.float64,

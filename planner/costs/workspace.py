@@ -327,7 +327,7 @@ def _allocates(func: object) -> bool:
 
 
 def _output_bytes(result: Any, inputs: Iterable[torch.Tensor], on: str = "cpu") -> tuple[int, ...]:
-    """As :attr:`OpMemory.output_bytes`; 0 for what is not on the device, too."""
+    """As :attr:`OpMemory.output_bytes`; 0 for a tensor off the device, too."""
     seen = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     sizes = []
     for output in tree_leaves(result):

@@ -77,8 +77,8 @@ def partition(
             unpacks them. A backward operation among them is ReLU's, and reads its signs from bits.
         host: Where what is packed is kept, masks as bits and other results as they are; None for masks alone,
             on the device.
-        completed: For operations whose result is sent, the one behind which that must be complete, if it is
-            another than the last that writes it.
+        completed: For each operation whose result is sent, the operation after which it must have arrived, if
+            that is not the last one that writes it.
 
     Raises:
         CaptureError: If the backward needs an input that the step overwrites.

@@ -51,7 +51,7 @@ class Problem:
         final_bytes: Bytes that a step leaves, whatever its schedule: gradients and outputs.
         packed: The operations whose masks the forward packs, see :mod:`planner.problem.encodings`.
         host_bytes: Bytes of all results that it keeps on the host, which are there when the backward begins.
-        completed: By operation whose result is sent: the later one behind which it has arrived.
+        completed: For each operation whose result is sent, the later one after which it has arrived.
         following_seconds: Seconds in which Python enters its graphs, even if nothing is recomputed.
     """
 

@@ -54,7 +54,7 @@ class Packing:
         written: The base row that writes the mask last, if it is another one than ``row``.
         host_bytes: Bytes of the host's memory that it takes, see :mod:`planner.problem.offload`.
         send_seconds, fetch_seconds: The time that a link takes to send and to fetch it.
-        completed: The base row behind which it is on the host, if that is a later one.
+        completed: The base row after which it must be on the host, if that is not the row that writes it.
         handed: Whether the row makes nothing: it is an input of the row's graph, ``value`` is what another
             graph made, and only this one reads it in the backward.
     """
@@ -346,7 +346,7 @@ def packed_as(
     Args:
         problem, packings: As for :func:`packed`.
         operations: Those operations.
-        completed: The operations behind which others are on the host, where these are later ones.
+        completed: For operations whose results are sent, the later ones after which they are on the host.
     """
 
     def name(row: RowId) -> Name:

@@ -1,9 +1,10 @@
 """When results that are kept on the host are sent and fetched, so that compute waits little.
 
-A solver's schedule sends a result right behind what writes it, and fetches it right before it is read. Here
-the row at which a send must be complete moves down, and the row at which a fetch begins moves up, as far as
-that saves time and raises no peak: until the one, and from the other on, the result takes the device's
-memory. So memory is a function of the schedule, whatever the link does.
+A solver's schedule sends a result right after the row that writes it, and fetches it right before the row
+that reads it. Here sends get until a later row to complete, and fetches begin at an earlier one, as far as
+that saves time and raises no peak. A result takes the device's memory until the row at which its send must be
+complete, and from the row at which its fetch begins. So memory is a function of the schedule, whatever the
+link does.
 
 The link carries one result after the other in each direction, in the order in which they begin.
 """
@@ -25,7 +26,7 @@ def overlapped(without: Problem, made: PackedProblem, schedule: Schedule) -> tup
 
     Args:
         without: The problem in which nothing is sent.
-        made: The problem in which some results are sent, each right behind the row that writes it.
+        made: The problem in which some results are sent, each right after the row that writes it.
         schedule: A schedule of `made`.
     """
     moved, order = _Moves(made, schedule).made()
@@ -144,7 +145,7 @@ class _Moves:
         return self._made.forms[row][0] == "run" and self._made.problem.sources[row].graph >= 0
 
     def _last_read(self, packing: Packing, step: int) -> int:
-        """The last step at which the first instance of what is sent is read, but for the send."""
+        """The last step that reads the first instance of the sent value, apart from the send."""
         value, first = packing.value, self._graph.producer[packing.value]
         steps = [s for s in self._reads[value] if s != step]
         made = (s for s in steps if value in self._graph.ops[self._rows[s]].outputs)

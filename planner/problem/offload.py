@@ -1,11 +1,11 @@
 """Results that are kept in the host's memory, as part of the problem.
 
-One that is sent takes no byte of the device until it is fetched, so it is packed into none, see
-:mod:`planner.problem.encodings`: a row right behind its last writer sends it, and where it would run again it
-is fetched. So what cannot be made again may be fetched too. :mod:`planner.problem.link` says when.
+A result that is sent takes no byte of the device until it is fetched: it is packed into none, see
+:mod:`planner.problem.encodings`. A row right after its last writer sends it; the row that would recompute it
+fetches it. So a result that cannot be recomputed may be fetched too. :mod:`planner.problem.link` says when.
 
-What one graph hands on to another, as the input of a block that is a region, is sent by the graph that reads
-it in the backward. There it is a value of its own, which the graph's backward reads in its place.
+A graph may hand a result on to another, as the input of a block that is a region. The graph that reads it in
+the backward sends it: there it is a value of its own, which that graph's backward reads.
 """
 
 import math

@@ -418,7 +418,7 @@ class _Builder:
             if s in self.value_of and s not in own and s not in before
         }
         ops = [base[row_of_event[c]] for c in (*makers, *calls)]
-        state = self._state_bytes()  # put back behind the call
+        state = self._state_bytes()  # put back after the call
         taken = [memories[self._call_of(c)].workspace_bytes + state * (c in self._states) for c in calls]
         # Bytes for this re-run alone: of the values made right before it, and at most while these are made.
         held, most_before = 0, 0

@@ -44,10 +44,10 @@ from planner.planfile.plan import GraphRecord, PlanRecord
 from planner.runtime.executions import Alike, Executions, alike
 from planner.runtime.first_forward import Path
 from planner.runtime.forward_only import warns_if_differentiated
-from planner.runtime.own_errors import unplanned
+from planner.runtime.own_errors import warn_unplanned
 from planner.runtime.read_again import ReadAgain
-from planner.runtime.recorded import Recordings
 from planner.runtime.recorded_graph import RecordedGraph
+from planner.runtime.recordings import Recordings
 from planner.runtime.remap import (
     among_sizes,
     fits_whole,
@@ -151,7 +151,7 @@ class PlanBackend:
                     f"data decide what a part of the forward does, and it runs as written: {error}. {AROUND}"
                 )
             except Exception as error:
-                unplanned("a part of the forward", error, AROUND)
+                warn_unplanned("a part of the forward", error, AROUND)
             return as_written(graph).forward
         try:
             symbolic = replace(spec, tangent_layouts={})  # gradients are copied to the strides of the outputs
@@ -305,7 +305,7 @@ class PlanBackend:
             nonlocal recorded
             function = lower(module, "forward")
             if self._recordings is not None and user_outputs(module) is not None:
-                recorded = self._recordings.graph(followed if exact else None, example_inputs)
+                recorded = self._recordings.new_graph(followed if exact else None, example_inputs)
             return function if recorded is None else recorded.forward(module, function)
 
         def lowered_backward(module: GraphModule) -> aot.BoxedFunction:
@@ -385,9 +385,9 @@ class PlanBackend:
         """The schedule of a graph's backward. Warns if it is not exactly the plan's.
 
         Returns:
-            The operations that the backward runs, by index, in order; those of them that unpack bits or fetch
-            a result from the host; and for each result that is sent there, the operation behind which it has
-            arrived.
+            Three things, with operations by index: the operations that the backward runs, in order; those of
+            them that unpack bits or fetch a result from the host; and for each result that is sent to the
+            host, the operation after which it has arrived.
         """
         if record is None:
             remapped = max((remap_schedule(g, joint) for g in self._plan.graphs), key=lambda a: a.followed)
@@ -433,7 +433,7 @@ def _or_as_written(graph: GraphModule, compile_: Callable[[], Callable[..., Any]
     try:
         return compile_()
     except Exception as error:
-        unplanned("a part of the forward", error, AROUND)
+        warn_unplanned("a part of the forward", error, AROUND)
         return as_written(graph).forward
 
 

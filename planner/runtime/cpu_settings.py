@@ -15,7 +15,7 @@ class CpuSettings:
         self._threads = int(threads) if threads.isdecimal() else None  # of a plan for a CPU
         self._onednn: bool | None = None
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Warn where a step begins under settings by which it may take more than predicted."""
         if self._threads is None:
             return

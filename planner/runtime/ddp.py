@@ -156,7 +156,7 @@ class Ranks:
         self._first = True
         self._unreduced: distributed.UnreducedGradients | None = None  # None where it is not watched for
 
-    def look(self, model: torch.nn.Module) -> None:
+    def check(self, model: torch.nn.Module) -> None:
         """Compare the plan with other ranks' and with how the module is distributed; warn once of each.
 
         Raises:

@@ -78,10 +78,10 @@ def alike(plan: PlanRecord, structure: str) -> Alike:
 class Executions:
     """The callable of a graph that runs a plan's programs, execution by execution.
 
-    It runs the programs of the graph that it was captured for. Once it runs more often than that graph does,
-    Dynamo runs it for other layers too, and it follows the order of the step instead. So do all graphs of the
-    structure once one runs in another order than planned: a layer that the first step left out is captured
-    after the layers behind it.
+    At first it runs the programs of the graph that it was captured for. If it runs more often than that graph
+    does, Dynamo runs it for other layers too: from then on it takes the programs in the order of the step. So
+    do all graphs of the structure once one of them runs in another order than planned. That happens where the
+    first step skipped a layer, which is then captured after the layers that follow it.
 
     Args:
         plan: The plan's executions of its structure.

@@ -1,7 +1,7 @@
 """Graphs of a planned forward that the planned step does not differentiate.
 
-A graph behind a graph break is one if it only makes outputs that the loss does not use. It runs as it is.
-Should a gradient arrive all the same, it is right, but the plan does not count its memory.
+A graph after a graph break is one if it makes only outputs that the loss does not use. It runs without the
+plan. If a gradient arrives all the same, the backward is right, but the plan does not count its memory.
 """
 
 from collections.abc import Callable, Sequence

@@ -34,9 +34,9 @@ from planner.planning.backends import check_options_of_file
 from planner.runtime.backend import PlanBackend
 from planner.runtime.first_forward import CapturedAgain, OtherPaths, Path
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
-from planner.runtime.own_errors import unplanned
+from planner.runtime.own_errors import warn_unplanned
 from planner.runtime.plan_call import PlanCall
-from planner.runtime.recorded import Recordings
+from planner.runtime.recordings import Recordings
 from planner.runtime.replayed import ReplayedCall
 from planner.runtime.shapes.policy import NewShapes, OnNewShape, checked
 from planner.runtime.unplanned import COMPILED_BEFORE
@@ -183,7 +183,7 @@ def _call_of(
         on_new_shape,
         loss,
         arena=arena,
-        unpickled=unpickled,
+        restore=unpickled,
         offload_folder=offload_folder,
     )
 
@@ -237,7 +237,7 @@ class PlannedCall(PlanCall):
         if self._recordings is not None:
             self._recordings.forget()
 
-    def put_back_in(self) -> None:
+    def reinstall(self) -> None:
         """Install it again, with its regions and for calls of all kinds, after a snapshot was put back."""
         self._calls.return_to_all()
         modules.install_call(self._model, self)
@@ -263,7 +263,7 @@ class PlannedCall(PlanCall):
                 return modules.module_call(model, *args, **kwargs)
             self.unplanned.planned_call()
             self._hooks = hooks
-        self._ranks.look(model)
+        self._ranks.check(model)
         if self._definitions is None:
             self._regions.put_in(model)
             self._definitions = Definitions(model)
@@ -282,14 +282,14 @@ class PlannedCall(PlanCall):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._calls.begin(args, kwargs)
-        self._begin()
-        program = self._program(args, kwargs, run_forward)
+        self._begin_step()
+        program = self._program_for(args, kwargs, run_forward)
         if program is run_forward:
             return program(self._model, args, kwargs)
         parts = parts_run_uncompiled() if self.plan.target.backend in BY_OPERATORS else nullcontext()
         with blocks_run_as_written(), parts:
             output = program(self._model, args, kwargs)
-        self._end(args, kwargs)
+        self._end_step(args, kwargs)
         return output
 
 
@@ -351,7 +351,7 @@ def _captured(model: torch.nn.Module) -> None:
 
 
 def _not_captured(error: Exception) -> None:
-    unplanned("a part of the forward that cannot be captured", error, AROUND)
+    warn_unplanned("a part of the forward that cannot be captured", error, AROUND)
 
 
 def _captured_often(times: int) -> None:

@@ -43,7 +43,7 @@ class InstalledCall:
         raise NotImplementedError
 
     def run_original(self, *args: Any, **kwargs: Any) -> Any:
-        """The call as it would be with nothing of ours installed."""
+        """Run the call that the module had before this one was installed."""
         if self.previous is None:
             return modules.module_call(self._model, *args, **kwargs)
         return self.previous(*args, **kwargs)
@@ -104,10 +104,10 @@ def _install_in_copy(model: torch.nn.Module, copied: torch.nn.Module) -> None:
 
 
 def take_out(model: torch.nn.Module) -> Callable[..., Any] | None:
-    """Retire the call of ours that is installed in a module, without putting another in its place.
+    """Retire the :class:`InstalledCall` of a module, if it has one. It stays until another call is installed.
 
     Returns:
-        The call that was installed before it, or the one that others have installed.
+        The call that was installed before it; the installed call of a module with none.
     """
     installed = modules.installed_call(model)
     if not isinstance(installed, InstalledCall):

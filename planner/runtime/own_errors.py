@@ -21,7 +21,7 @@ def is_meant(error: BaseException | None) -> bool:
     return False
 
 
-def unplanned(what: str, error: Exception, do: str) -> None:
+def warn_unplanned(what: str, error: Exception, do: str) -> None:
     """Warn that a step, or a part of it, runs without its plan because of an error.
 
     Args:

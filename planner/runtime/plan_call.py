@@ -1,6 +1,6 @@
-"""The call of a planned module: guards decide whether the plan runs it, then a program is chosen for it.
+"""The call of a planned module: guards decide whether it runs by the plan, or which function runs instead.
 
-Subclasses follow the plan.
+Subclasses follow the plan, by graphs (``install.py``) or by replay (``replayed.py``).
 """
 
 import os
@@ -21,30 +21,31 @@ from planner.runtime.cpu_settings import CpuSettings
 from planner.runtime.ddp import Ranks
 from planner.runtime.earlier_gradients import EarlierBytes, EarlierGradients
 from planner.runtime.installed import InstalledCall, install
-from planner.runtime.own_errors import PLAN_WITH_THESE, unplanned
+from planner.runtime.own_errors import PLAN_WITH_THESE, warn_unplanned
 from planner.runtime.shapes.arguments import shape_key
 from planner.runtime.shapes.policy import NewShapes, OnNewShape
 from planner.training_step.step import Loss, differentiates, map_tensors
 
 Run = Callable[..., Any]
-"""Runs a call, given its arguments."""
+"""A function that gets the arguments of a call of the module, and returns its output."""
 
 
-class Instead(Protocol):
-    """Given a step's arguments, returns a function to run instead of this plan; None to follow the plan."""
+class Replacement(Protocol):
+    """Gets the arguments of a step; returns the function to run instead of the plan, or None to follow it."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None: ...
 
 
 class PlanCall(InstalledCall):
-    """A call that runs by a plan, unless one of its guards has something else run.
+    """A call that runs by a plan, unless one of its guards returns a function that runs instead.
 
     Attributes:
         plan: The plan.
         on_new_shape, loss, arena, offload_folder: As :func:`planner.runtime.install.apply` was given them.
-        when_accumulating: Asked when a step begins with gradients from before, of a plan that counts none;
-            without it the user is warned. It may raise SkippedStep, and is asked again then.
-        when_changed: Asked before every step, if parameters may grow or thaw.
+        when_accumulating: Called when a step begins with gradients, and the plan counts none. If it raises
+            SkippedStep, the next such step calls it again. None: the user is warned.
+        when_changed: Called before every step, to plan again if parameters grew or were unfrozen. None: they
+            are not looked at.
     """
 
     _calls: Calls
@@ -59,31 +60,32 @@ class PlanCall(InstalledCall):
         loss: Loss | None = None,
         *,
         arena: bool = True,
-        unpickled: Callable[..., Any],
+        restore: Callable[..., Any],
         offload_folder: str | os.PathLike[str] | None = None,
     ) -> None:
         """
         Args:
-            unpickled: The function that restores the call when a pickled module is loaded.
+            restore: Applies the plan again where a pickled module is loaded. Pickles refer to it by name.
         """
         super().__init__(model, previous, plan.model.training)
-        self.plan, self.on_new_shape, self.loss, self._unpickled = plan, on_new_shape, loss, unpickled
+        self.plan, self.on_new_shape, self.loss, self._restore = plan, on_new_shape, loss, restore
         self.arena, self.offload_folder = arena, offload_folder
         self._arena = Arena.of(plan.whole_step if arena else None, plan.resident)
         self._ranks = Ranks(plan, on_new_shape)
-        self.when_accumulating: Instead | None = None
-        self.when_changed: Instead | None = None
+        self.when_accumulating: Replacement | None = None
+        self.when_changed: Replacement | None = None
         self._programs: dict[Any, Callable[..., Any]] = {}
-        self._strayed_arguments: tuple[Any, Any] | None = None  # arguments of a step that took an unseen path
-        # Watches for gradients at the beginning of a step until there are some, if the plan counts none.
+        # The arguments of the last step, if its forward took a path that the plan does not have.
+        self._strayed_arguments: tuple[Any, Any] | None = None
+        self._cpu_settings = CpuSettings(plan)
+        # Finds gradients that are there when a step begins. None if the plan counts them, or some were found.
         self._earlier: EarlierGradients | None = None
-        self._settings = CpuSettings(plan)
         if plan.resident.gradient_bytes == 0:
             self._earlier = EarlierGradients(model.modules)
         self._set_up()
 
     def _set_up(self) -> None:
-        """Make the objects that follow the plan."""
+        """Set ``_calls``, ``_shapes`` and further attributes of the subclass."""
         raise NotImplementedError
 
     def install_in(self, copied: torch.nn.Module) -> None:
@@ -94,13 +96,13 @@ class PlanCall(InstalledCall):
             self.on_new_shape,
             self.loss,
             arena=self.arena,
-            unpickled=self._unpickled,
+            restore=self._restore,
             offload_folder=self.offload_folder,
         )
         install(copied, call)
 
     def pickled(self) -> tuple[Any, ...]:
-        return self._unpickled, self.plan.dumps(), self.on_new_shape, self.arena
+        return self._restore, self.plan.dumps(), self.on_new_shape, self.arena
 
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,43 +116,50 @@ class PlanCall(InstalledCall):
         """Run the step by the plan."""
         raise NotImplementedError
 
-    def put_back_in(self) -> None:
-        """Install it again, after a snapshot was put back."""
+    def reinstall(self) -> None:
+        """Install the call again, after a snapshot of the module was restored."""
         modules.install_call(self._model, self)
 
-    # ---- guards, in the order in which they are asked: a function to run instead, or None ------------------
+    # ---- guards: each returns a function that runs instead of the plan, or None ----------------------------
 
     def _is_of_a_clone(self, args: Any, kwargs: Any) -> Run | None:
         clone = self.clone()
         return None if clone is None else lambda *a, **k: self.run_clone(clone, a, k)
 
     def _is_recorded(self, args: Any, kwargs: Any) -> Run | None:
-        """A recording is of the module, not of the plan."""
+        """Whether this call is recorded for planning: the recording is of the module as written."""
         return self._as_written if recording.is_recorded() else None
 
     def _is_no_step(self, args: Any, kwargs: Any) -> Run | None:
+        """Whether gradients are off, or the module is in another mode, training or not, than planned."""
         if not torch.is_grad_enabled():
             return self.run_original
         return None if self._model.training is self._training else self._in_other_mode
 
     def _is_hindered(self, args: Any, kwargs: Any) -> Run | None:
+        """Whether a mode of PyTorch is on under which no plan can be followed; it warns."""
         if (hindrance := hindering_mode()) is None:
             return None
         self.unplanned.hindered_call(hindrance, END_IT)
         return self.run_original
 
     def _is_part_of_a_replay(self, args: Any, kwargs: Any) -> Run | None:
-        """The module around it is followed, and this part with it: it has a plan too, or calls itself."""
+        """Whether it runs inside a module that is replayed by a plan of its own, which covers this one too.
+
+        That is a module around this one, or this one, where its forward calls itself.
+        """
         return self.run_original if is_inside_a_replay() else None
 
     def _is_left_to_the_module(self, args: Any, kwargs: Any) -> Run | None:
-        """Nothing warns here: there was a warning when such calls were first left to the module."""
+        """Whether calls of this kind run without the plan from an earlier one on, which warned."""
         return self.run_original if self._calls.is_left(args, kwargs) else None
 
     def _has_changed(self, args: Any, kwargs: Any) -> Run | None:
+        """Whether parameters have changed so that another plan was made."""
         return None if self.when_changed is None else self.when_changed(args, kwargs)
 
     def _accumulates(self, args: Any, kwargs: Any) -> Run | None:
+        """Whether the step adds to gradients that the plan does not count; warns, or has another plan run."""
         earlier = self._earlier is not None and self._earlier.are_there()
         if not earlier or not differentiates(self._model, args, kwargs):
             return None
@@ -164,8 +173,8 @@ class PlanCall(InstalledCall):
         self._forget_gradients()
         return run
 
-    # First: whose call is it? Then: is the plan for such a call? Then: can a plan be followed here? Last: is
-    # another plan wanted? Each guard may rely on those before it.
+    # In this order: whose call is it, is the plan for such a call, can a plan be followed here, is another
+    # plan wanted? Each guard may rely on those before it.
     _GUARDS = (
         _is_of_a_clone,
         _is_recorded,
@@ -177,7 +186,7 @@ class PlanCall(InstalledCall):
         _accumulates,
     )
 
-    # ---- for subclasses, which follow plans ----------------------------------------------------------------
+    # ---- helpers of the guards, and of subclasses ----------------------------------------------------------
 
     def _as_written(self, *args: Any, **kwargs: Any) -> Any:
         return modules.module_call(self._model, *args, **kwargs)
@@ -189,22 +198,22 @@ class PlanCall(InstalledCall):
         return output
 
     def _forget_gradients(self) -> None:
-        """Watch for earlier gradients no more: the user was warned of them, or another plan counts them."""
+        """Look for earlier gradients no more: the user was warned of them, or another plan counts them."""
         self._earlier = None
 
-    def _begin(self) -> None:
-        """Reserve the arena. With "replan", plan again if the last step took another path than planned."""
-        self._settings.look()
+    def _begin_step(self) -> None:
+        """Check settings, reserve the arena; plan again if the last step strayed, see :meth:`_end_step`."""
+        self._cpu_settings.check()
         self._arena.before_step(self._model)
         if self._strayed_arguments is not None:
             if self._shapes.look_at_path(*self._strayed_arguments):
                 self._programs.clear()
             self._strayed_arguments = None
 
-    def _program(
+    def _program_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], unplanned_run: Run
     ) -> Callable[..., Any]:
-        """The program for such arguments: a function of the module, args and kwargs.
+        """The program for arguments of these shapes: a function of the module, args and kwargs.
 
         Args:
             unplanned_run: Runs the step without the plan.
@@ -215,17 +224,18 @@ class PlanCall(InstalledCall):
             program = self._programs.get(key)
             if program is None:
                 if not differentiates(self._model, args, kwargs):
-                    return unplanned_run  # without gradients nothing is kept
+                    return unplanned_run  # nothing requires a gradient: nothing is kept for a backward
                 program = self._programs[key] = self._shapes.program(args, kwargs)
         except Exception as error:
-            unplanned("a step with inputs that have not been seen before", error, PLAN_WITH_THESE)
+            warn_unplanned("a step with inputs that have not been seen before", error, PLAN_WITH_THESE)
             program = self._programs[key] = unplanned_run
         return program
 
-    def _end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the arguments of a step that took an unseen path, to plan for it when the next step begins.
+    def _end_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """With "replan", keep the arguments of a step that took an unseen path.
 
-        Planning waits until then, as now the values that the forward keeps take the memory.
+        The next step plans for that path when it begins. Now the values that the forward keeps take memory,
+        which planning needs.
         """
         if self.on_new_shape == "replan" and self._shapes.strayed:
             self._strayed_arguments = map_tensors(

@@ -445,10 +445,10 @@ class RecordedGraph:
         if reason not in self._reasons_told:
             self._reasons_told.add(reason)
             beside = "" if self._recording is None else ". Its memory lies beside that of the recorded graphs"
-            say(self._warn, reason + beside)
+            warn_unrecorded(self._warn, reason + beside)
 
 
-def say(warn: Callable[[str], None], reason: str) -> None:
+def warn_unrecorded(warn: Callable[[str], None], reason: str) -> None:
     """Tell the user why a step does not run as recorded."""
     warn(
         f"a step runs operator by operator, not as a recorded CUDA graph: {reason}. Plan with "

@@ -41,7 +41,7 @@ class ReplayedCall(PlanCall):
 
     def run_planned(self, *args: Any, **kwargs: Any) -> Any:
         self.unplanned.planned_call()
-        self._ranks.look(self._model)
+        self._ranks.check(self._model)
         if has_other_units(self.plan, self._model):
             if not self._told_of_units:
                 self._told_of_units = True
@@ -51,9 +51,9 @@ class ReplayedCall(PlanCall):
             self.unplanned.hindered_call("disable_saved_tensors_hooks is on, and replays need some", END_IT)
             return self.run_original(*args, **kwargs)
         self._calls.begin()
-        self._begin()
-        output = self._program(args, kwargs, _as_it_is)(self._model, args, kwargs)
-        self._end(args, kwargs)
+        self._begin_step()
+        output = self._program_for(args, kwargs, _as_it_is)(self._model, args, kwargs)
+        self._end_step(args, kwargs)
         return output
 
 

@@ -1,4 +1,4 @@
-"""One call of an operator, as a recording keeps it."""
+"""A recorded call of an operator: its arguments, and the sizes that data decided in it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,15 +8,15 @@ import torch
 
 from planner._torch.operators import OpOverload, sized_by_data
 from planner._torch.tensors import SPARSE, call_tensors
-from planner._torch.without_data.answers import asks_for_data
+from planner._torch.without_data.answers import MASK_TYPES, asks_for_data
 from planner._torch.without_data.fake_values import known_count
 from planner._torch.without_data.plain import device_of
 
 aten = torch.ops.aten
 
 Sizes = tuple[tuple[int, ...], ...]
+"""The shape of each tensor, or a tuple of one number for each mask: the elements that it selects."""
 
-MASKS = (torch.bool, torch.uint8)
 WRITES_AT_MASKS = frozenset(
     {
         *(aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index_put),
@@ -28,15 +28,15 @@ WRITES_AT_MASKS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operator with its arguments. Tensors among them may be fake, and may be nested in lists.
+    """An operator with its arguments. Tensors among these may be fake, and may be in nested lists.
 
     Attributes:
         func: The operator.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        sizes: Sizes that data decided: of its results, or, where it writes through masks, the number of
-            elements that each mask selects. None where the arguments alone decide, or where the sizes are
-            not known.
+        sizes: The sizes that data decided: the shapes of its results, as those of ``nonzero``; of an operator
+            in ``WRITES_AT_MASKS``, how many elements each mask selects. None where shapes of the arguments
+            decide them, or where they are not known.
     """
 
     func: OpOverload
@@ -46,45 +46,51 @@ class Call:
 
 
 def sizes_by_data(func: Any, args: Sequence[Any], result: Any) -> Sizes | None:
-    """The sizes that data decided in a call, see :class:`Call`; None where there are none."""
+    """The ``sizes`` of a :class:`Call` with a given result."""
     if getattr(func, "overloadpacket", None) in WRITES_AT_MASKS:
         return _selected_counts(args)
-    packs = func is torch.ops.aten._pack_padded_sequence.default  # by lengths, and no tag says so
+    # The lengths, which are data, decide the size of its result; PyTorch gives it no tag that says so.
+    packs = func is torch.ops.aten._pack_padded_sequence.default
     if not packs and (not sized_by_data(func) or not asks_for_data(func, args)):
         return None
-    sizes = sizes_of(result)
-    return sizes if all(type(size) is int for shape in sizes for size in shape) else None
+    shapes = shapes_of(result)
+    return shapes if all(type(size) is int for shape in shapes for size in shape) else None
 
 
 def _selected_counts(args: Sequence[Any]) -> Sizes | None:
-    """How many elements each mask selects; None where that is not known of all of them."""
-    masks = [tensor for tensor in call_tensors(args[1:2]) if tensor.dtype in MASKS]
+    """How many elements each mask selects; None where there is no mask, or one whose data is not known."""
+    masks = [tensor for tensor in call_tensors(args[1:2]) if tensor.dtype in MASK_TYPES]
     counts = [known_count(mask) for mask in masks]
     known = tuple((count,) for count in counts if count is not None)
     return known if known and len(known) == len(masks) else None
 
 
-def sizes_of(result: Any) -> Sizes:
-    """The sizes of the tensors among an operator's results."""
+def shapes_of(result: Any) -> Sizes:
+    """The shapes of the tensors among an operator's results."""
     return tuple(tuple(tensor.shape) for tensor in call_tensors(result))
 
 
-_PLAIN = frozenset({int, float, bool, type(None), torch.dtype, torch.device, str})
+_HASHABLE = frozenset({int, float, bool, type(None), torch.dtype, torch.device, str})
+"""The types of most arguments that are no tensors; the others are tried."""
 
 
 def signature_of(value: Any) -> Any:
-    """A key for one argument of a call, or for several: equal for equal values, and tensors of one form."""
+    """A hashable key for one argument of a call, or for several.
+
+    Keys are equal where numbers and options are equal, and tensors have the same shape, strides, type, device
+    and bytes of storage, whatever their data.
+    """
     if isinstance(value, torch.Tensor):
         if value.layout in SPARSE:
             return (tuple(value.shape), value.layout, value.dtype, value.device)
-        storage = value.untyped_storage().nbytes()
-        lazy = (value.is_conj(), value.is_neg())
-        return (value.shape, value.stride(), value.dtype, device_of(value), storage, lazy)
+        storage_bytes = value.untyped_storage().nbytes()
+        is_lazy = (value.is_conj(), value.is_neg())  # operators materialise such views, which takes memory
+        return (value.shape, value.stride(), value.dtype, device_of(value), storage_bytes, is_lazy)
     if isinstance(value, list | tuple):
         return tuple(signature_of(v) for v in value)
     if isinstance(value, dict):
         return tuple((k, signature_of(v)) for k, v in value.items())
-    if type(value) in _PLAIN:
+    if type(value) in _HASHABLE:
         return (type(value), value)
     try:
         hash(value)

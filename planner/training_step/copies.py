@@ -20,7 +20,7 @@ from planner.errors import CaptureError
 from planner.heap import collector_off
 from planner.module_copies import IMMUTABLE, attribute_of, copied_module, holding, referring_to
 from planner.module_parts import buffers_of, parameters_of, parts_of, tensors_of
-from planner.training_step.arrivals.copied import CopiedHooks
+from planner.training_step.arrivals.hook_copier import HookCopier
 from planner.training_step.arrivals.on_copies import put_hooks_on_copies
 from planner.training_step.python_state import is_of_users
 from planner.training_step.step import NESTED, Loss, Step, map_tensors, tensors_in
@@ -56,7 +56,7 @@ class StepCopy:
     let_go: Callable[[], None]
     notes: Sequence[str] = ()
     answers: Answers | None = None
-    hooks: CopiedHooks | None = None
+    hooks: HookCopier | None = None
     assumed: list[str] = field(default_factory=list)
 
 

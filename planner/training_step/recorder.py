@@ -268,7 +268,7 @@ class StepRecorder(autograd.InfrastructureMode):
     # ---- used while a captured graph runs --------------------------------------------------------
 
     def index_of(self, tensor: torch.Tensor) -> int:
-        """Index of the recorded storage behind a tensor; -1 where it is resident or unknown."""
+        """The index of a tensor's storage in the recording; -1 where it is resident or unknown."""
         return self._known.get(fake.storage_key(tensor), -1)
 
     def memory_of(self, tensor: torch.Tensor) -> int:

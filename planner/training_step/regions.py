@@ -133,7 +133,7 @@ _MOST_REGIONS = 2000  # the stack of a thread, 8 MiB, holds at least as many
 def allow_nested_calls(regions: int) -> None:
     """Let Python nest as many calls as a loop over regions does.
 
-    Dynamo breaks the graph at each region and calls the code behind it as a function from the code before
+    Dynamo breaks the graph at each region and calls the code after it as a function from the code before
     it. The limit is not lowered again: other threads may be as deep.
     """
     needed = 2 * 1000 + _CALLS_A_REGION * min(regions, _MOST_REGIONS)  # 1,000 is Python's own limit

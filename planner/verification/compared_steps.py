@@ -1,4 +1,4 @@
-"""Steps of a module with its plan and without it, each from the same state."""
+"""The steps that verification compares: with the plan and without it, each from the same state."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,46 +18,49 @@ from planner.verification.outcomes import Outcome
 
 
 class ComparedSteps:
-    """Runs steps, planned and unplanned, and puts the state back before each.
+    """Runs planned and unplanned steps, and restores the same state before each.
 
-    The stages follow each other: :meth:`begin`, :meth:`reference`, any number of :meth:`outcome`,
-    :meth:`peaks`, :meth:`times`, and at the end, whatever happened, :meth:`put_back`.
+    Call the methods in this order: :meth:`begin`, :meth:`reference`, any number of :meth:`outcome`,
+    :meth:`peaks`, :meth:`times`, and at the end, also after an error, :meth:`put_back`.
 
     Args:
         model, step: The module and its step.
-        adding_to: The parameters that have gradients when a step begins.
-        outcomes: How many outcomes are asked for, for ``report`` to say how far they are.
+        with_gradients: The parameters that have gradients, of zeros, when a step begins.
+        outcomes: How many outcomes the caller expects to ask for; ``report`` gets a share of these.
         repeats: How many steps of each kind are timed.
-        report: Called with what is being done, and how much of all is done.
+        report: Called with the name of a stage, and the share of all stages that is done.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
         step: Step,
-        adding_to: Sequence[torch.nn.Parameter],
+        with_gradients: Sequence[torch.nn.Parameter],
         *,
         outcomes: int,
         repeats: int,
         report: Progress,
     ) -> None:
-        self._model, self._step, self._adding_to = model, step, adding_to
+        self._model, self._step, self._with_gradients = model, step, with_gradients
         self._report, self._repeats = report, repeats
-        self._outcomes, self._taken = outcomes, 0
+        self._outcomes, self._compared = outcomes, 0
+        # The first step, the outcomes, two steps for peaks, and the timed pairs after one that is not timed.
         self._stages = outcomes + 3 + 2 * (repeats + 1)
         self._before = StepSnapshot.take(model, step, "module")
         inputs = replace(step, loss=None)
         self._inputs = StepSnapshot.take(torch.nn.Module(), inputs, "module", earlier=self._before)
-        self._state = self._before
-        self._carries_history = False
-        found = modules.installed_call(model)
-        self._installed = found
-        self._unplanned = found.previous if isinstance(found, InstalledCall) else found
-        self._waiting = isinstance(found, InstalledCall) and found.unplanned.waiting
+        self._state = self._before  # from which each step begins; `begin` takes it anew
+        self._carries_history = False  # whether a step differentiates through results of the one before
+        installed = modules.installed_call(model)
+        self._installed = installed
+        self._unplanned = installed.previous if isinstance(installed, InstalledCall) else installed
+        self._waiting = isinstance(installed, InstalledCall) and installed.unplanned.waiting
         self._planned: PlanCall | None = None
 
     def begin(self, planned: PlanCall) -> None:
-        """Run one unplanned step: what a first forward leaves, as caches, is in the state of all others.
+        """Run one unplanned step, and take the state that all other steps begin from.
+
+        So that state has the caches, and other attributes, that a module sets in its first forward.
 
         Args:
             planned: The call that runs by the plan.
@@ -69,7 +72,7 @@ class ComparedSteps:
         self._report("running the unplanned step", 0.0)
         self._step.run(self._model)
         self._before.drop_gradients()
-        self._inputs.restore()  # each step of training has its own
+        self._inputs.restore()  # a step may write to its inputs, and each step of training gets new ones
         self._before.generators.restore()  # a path that random numbers decide is then the planned one
         self._note_state()
 
@@ -79,7 +82,8 @@ class ComparedSteps:
     def reference(self) -> Outcome:
         """The outcome of an unplanned step.
 
-        If a step differentiates through results of the one before, each step begins with that history.
+        A step may differentiate through results of the one before, which a restored state lacks: it raises.
+        Then each step begins with the autograd history that was there before the first.
         """
         try:
             return self.outcome(planned=False)
@@ -93,19 +97,19 @@ class ComparedSteps:
         return self.outcome(planned=False)
 
     def outcome(self, *, planned: bool) -> Outcome:
-        """The outcome of one more step."""
-        self._taken += 1
+        """Run one more step, and return its outcome."""
+        self._compared += 1
         self.tell(f"comparing: running the {_side(planned)} step")
         self.restore()
-        self._put(planned)
+        self._install(planned)
         return Outcome(self._model, self._step, self._state.python.generators)
 
     def tell(self, text: str) -> None:
-        """Say what is being done between two outcomes."""
-        self._report(text, min(self._taken, self._outcomes) / self._stages)
+        """Report what runs between two outcomes."""
+        self._report(text, min(self._compared, self._outcomes) / self._stages)
 
     def peaks(self, device: torch.device) -> tuple[MemoryMeasurement, MemoryMeasurement]:
-        """The measured memory of an unplanned step, and of a planned one."""
+        """Measure the memory of an unplanned step, and of a planned one."""
         measured = []
         for planned in (False, True):
             done = (self._outcomes + 1 + planned) / self._stages
@@ -115,7 +119,7 @@ class ComparedSteps:
         return measured[0], measured[1]
 
     def times(self, device: torch.device) -> tuple[list[float], list[float]]:
-        """The seconds of unplanned steps, and of planned ones, in turn."""
+        """Time unplanned and planned steps in turn; the seconds of the unplanned ones, and of the planned."""
         if not self._repeats:
             return [], []
         self.restore()
@@ -134,20 +138,20 @@ class ComparedSteps:
         self._state.restore()
         self._state.drop_gradients()
         make_dropout_states(self._model)
-        for parameter in self._adding_to:
+        for parameter in self._with_gradients:
             parameter.grad = torch.zeros_like(parameter)
 
     def put_back(self) -> None:
-        """Leave everything as it was before the first step."""
+        """Restore all as it was before the first step."""
         self._before.restore()
         modules.install_call(self._model, self._installed)
         if isinstance(self._installed, InstalledCall):
             self._installed.reinstate(waiting=self._waiting)
 
-    def _put(self, planned: bool) -> None:
+    def _install(self, planned: bool) -> None:
         if planned:
             assert self._planned is not None
-            self._planned.put_back_in()  # restoring attributes has removed its regions
+            self._planned.reinstall()  # `restore` removed its regions, which are attributes of submodules
         else:
             modules.install_call(self._model, self._unplanned)
 
@@ -155,7 +159,7 @@ class ComparedSteps:
         def run() -> object:
             if without_gradients:
                 self._model.zero_grad(set_to_none=True)
-            self._put(planned)
+            self._install(planned)
             if self._carries_history:
                 self._before.python.put_back_history()
             return self._step.run(self._model)

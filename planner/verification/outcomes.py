@@ -62,7 +62,7 @@ class Spread:
         self._reference, self.allowed = reference, allowed
         self._differs: set[Name] = set()
         self._most: dict[Name, float] = {}
-        self._settled: set[Name] = set()
+        self._accepted: set[Name] = set()
 
     def add(self, again: Outcome) -> None:
         """Add the outcome of another unplanned step."""
@@ -80,32 +80,28 @@ class Spread:
     def agrees(self, name: Name, other: Outcome) -> bool:
         """Whether a tensor of another step is no further from the first step's than unplanned steps' are."""
         expected, actual = self._reference.tensors.get(name), other.tensors.get(name)
-        return name in self._settled or same(expected, actual, self.of(name))
+        return name in self._accepted or same(expected, actual, self.of(name))
 
     def differing(self, other: Outcome) -> list[Name]:
         """The tensors of another step that are further from the first step's."""
         return [name for name in self._reference.tensors if not self.agrees(name, other)]
 
-    def settle(self, names: Sequence[Name], unplanned: Sequence[Outcome], planned: Sequence[Outcome]) -> None:
+    def accept(self, names: Sequence[Name], outcomes: Sequence[Outcome]) -> None:
         """Count as equal the tensors that are equal bit for bit in all steps under deterministic kernels.
 
         Args:
             names: The tensors to compare.
-            unplanned, planned: Outcomes of such steps.
+            outcomes: The outcomes of such steps, unplanned and planned.
         """
-        first, *others = *unplanned, *planned
+        first, *others = outcomes
         for name in names:
             value = first.tensors.get(name)
             if self.allowed and all(same(value, other.tensors.get(name), 0.0) for other in others):
-                self._settled.add(name)
-
-    def unsettle(self) -> None:
-        """Take back what :meth:`settle` found."""
-        self._settled.clear()
+                self._accepted.add(name)
 
     def exact(self, name: Name) -> bool:
         """Whether a tensor was compared bit for bit."""
-        return name not in self._settled and self.of(name) == 0.0
+        return name not in self._accepted and self.of(name) == 0.0
 
     def of(self, name: Name) -> float:
         """The most that an unplanned step's tensor was apart from the first one's; 0 where it never was."""

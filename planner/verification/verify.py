@@ -25,10 +25,10 @@ from planner.runtime.plan_call import PlanCall
 from planner.training_step.arrivals.suspended import only_hooks_that_are_put_back
 from planner.training_step.inputs import InputError, Inputs, read_step, refuse_without_shape
 from planner.training_step.step import Loss, Step, checked_outputs, map_tensors, tensors_in
-from planner.verification.again import look_again
 from planner.verification.compared_steps import ComparedSteps
 from planner.verification.measure import MemoryMeasurement
 from planner.verification.outcomes import Outcome, Spread, difference
+from planner.verification.recheck import recheck
 from planner.verification.yardstick import Yardstick
 
 
@@ -234,9 +234,7 @@ def _compare(
     steps.outcome(planned=True)  # the first planned step captures, and is not compared
     planned = steps.outcome(planned=True)
     if yardstick is None and spread.allowed:
-        look_again(
-            spread, planned, partial(steps.outcome, planned=False), partial(steps.outcome, planned=True)
-        )
+        recheck(spread, planned, partial(steps.outcome, planned=False), partial(steps.outcome, planned=True))
     return _Compared(reference, planned, spread, yardstick)
 
 
@@ -328,6 +326,6 @@ def _unplanned_count(device: torch.device) -> int:
     """How many unplanned steps show which tensors differ from run to run.
 
     On a GPU two are too few, as its sums in any order are often equal twice. Where five are, and the planned
-    step is not, :func:`look_again` runs more.
+    step is not, :func:`recheck` runs more.
     """
     return 2 if device.type == "cpu" else 5

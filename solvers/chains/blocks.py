@@ -203,9 +203,8 @@ def forward_peaks(graph: Graph, uses: ForwardUses, cuts: Cuts, of_op: BlockPerOp
     """Peak of running each block forward when nothing of it is kept, beyond what crosses into it."""
     forward = cuts.start >= 0
     change = np.zeros(graph.forward_length + 1, dtype=np.int64)
-    last = np.maximum(uses.last_forward, graph.producer)
     np.add.at(change, graph.producer[forward], graph.bytes[forward])
-    np.subtract.at(change, last[forward] + 1, graph.bytes[forward])
+    np.subtract.at(change, uses.last_rerun[forward] + 1, graph.bytes[forward])
     live = np.cumsum(change[:-1]) + graph.workspace_bytes[: graph.forward_length]
     peak = np.zeros(count, dtype=np.int64)
     np.maximum.at(peak, of_op, live)

@@ -7,7 +7,7 @@ Elsewhere: revolve, Gruslys et al. 2016 (memory-efficient backpropagation throug
 The forward phase is cut into blocks (see ``blocks``). T[s, t, m] is the least time to do the
 backward of blocks t down to s when what crosses into s is held and m bytes are left:
 
-    keep a cut s' behind s:      seconds(s .. s'-1) + T[s', t, m - boundary(s, s')] + T[s, s'-1, m]
+    keep a cut s' after s:       seconds(s .. s'-1) + T[s', t, m - boundary(s, s')] + T[s, s'-1, m]
     keep an option o of block s: seconds(s) + reruns(s, o) + T[s+1, t, m - boundary(s, s+1) - bytes(s, o)]
                                  if the backward of s under o fits in m
     s = t:                       just in time, nothing kept, if that fits in m
@@ -194,8 +194,7 @@ class Table:
 
 
 def least_slots(blocks: Blocks, first: BlockIds, length: int, slot: float) -> Integers:
-    """The slots that it takes to run from each of the ``first`` blocks up to each of the cuts behind
-    it, of which there are ``length``."""
+    """The slots that it takes to run from each ``first`` block to each of the ``length`` cuts after it."""
     run = first[:, None] + np.arange(length)
     running = np.maximum.accumulate(blocks.forward_bytes[run] + blocks.boundary[first[:, None], run], axis=1)
     least: Integers = ((running + blocks.start_bytes[first + length, None]) / slot).astype(np.int64)
@@ -207,7 +206,7 @@ def fill(blocks: Blocks, most: int, slots: int = SLOTS) -> Table:
     n, wide = blocks.count, slots + 1
     slot = max(1.0, most / slots)
     every = np.arange(wide)
-    # Row [t, s] of ``padded`` is T[s, t, .] behind as many infinite entries: a slice of it is a shift.
+    # Row [t, s] of ``padded`` is T[s, t, .] after as many infinite entries: a slice of it is a shift.
     padded = np.full((n, n, 2 * wide), np.inf)
     flat = padded.reshape(-1)
     seconds = np.full((n, n, wide), np.inf)

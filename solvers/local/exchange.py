@@ -53,7 +53,7 @@ MOST_STEPS = 1_500
 MOST_MOVES = 1_500
 """The moves that save or cost most seconds a byte beyond this number are left out."""
 MOST_ROWS = 6
-"""An eviction that takes more re-runs than this is left out."""
+"""An eviction that takes more re-runs than this is not tried."""
 ROUNDS = 8
 CORRECTIONS = 6
 """How often a round's program is corrected and solved again."""
@@ -73,7 +73,7 @@ class Move:
         gone: The step that it takes out, or ``NO_STEP``.
         before: The step before which ``rows`` are inserted, or ``NO_STEP``.
         rows: Rows to run again, in order.
-        dropped: ``(instance, from, to)``: dropped behind step ``from``, back before step ``to``.
+        dropped: ``(instance, from, to)``: dropped after step ``from``, back before step ``to``.
         needed: ``(instance, step)``: instances that must be alive at ``step``.
     """
 

@@ -12,7 +12,7 @@ The rules of the model:
   in this order, and inserts recomputations of forward operations between backward ones.
 * An operation may be re-run in another form than it first ran: a random operation replays its
   saved generator state, a batch normalisation leaves the running statistics alone. Such a *replay*
-  form is an extra row behind ``base_length`` with (some of) the same outputs; ``op.replay`` names it.
+  form is an extra row from ``base_length`` on with (some of) the same outputs; ``op.replay`` names it.
 * A forward operation can be re-run only inside the backward *region* of its own captured graph:
   only there does generated code run.
 * A value lives from the step that computes it to its last use before it is computed again. The

@@ -170,7 +170,7 @@ def check(graph: Graph, schedule: Schedule) -> None:
     expected, base_of = 0, listed(BaseOp, graph.base_of)
     for step, row in enumerate(listed(RowId, schedule)):
         op = graph.ops[row]
-        if row == expected < graph.base_length:  # the row behind the last base operation is a replay
+        if row == expected < graph.base_length:  # the row after the last base operation is a replay
             expected += 1
             continue
         base = base_of[row]

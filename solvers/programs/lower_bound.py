@@ -16,19 +16,19 @@ bound in little time. It is solved for several moments, the integer program for 
 and within a time limit: what is proven by then is a bound. An infeasible program proves the budget
 infeasible.
 
-Where all operations before t lead to it and all behind it follow from it, as they do where the loss of
-one output has just been differentiated, the order of the others does not matter: the bound then holds
-for every order in which the step can be computed (:func:`holds_for_every_order`).
+In some graphs all operations before t lead to t, and all after it depend on t, as where the loss is
+differentiated. Then the order of the other operations does not matter: the bound holds for every order in
+which the step can be computed (:func:`holds_for_every_order`).
 
-With a link, results may be on a host at t as well. What is there was sent behind what makes it, and is
-fetched behind t, before what reads it, unless that comes from a re-run:
+With a link, values may be on a host at t as well. Such a value was sent after its producer ran, and is
+fetched after t, before the first operation that reads it, unless a re-run computes it:
 
     hold[v] + sent[v] + rerun[producer(v)] >= ...   in both rows above,
     sum of bytes(v) sent[v] <= to_host * (seconds from i to t + before)   of v made from i on, for some i,
     sum of bytes(v) (sent[v] - rerun[producer(v)])
         <= from_host * (seconds from t to j + after + all re-runs)        of v read until j, for some j,
 
-where ``before`` and ``after`` are seconds that the step takes longer before t, and waits behind it. Both add
+where ``before`` and ``after`` are seconds that the step takes longer before t, and waits after it. Both add
 to its time.
 
 Not tight: several moments may together ask for more than each of them alone.
@@ -252,7 +252,7 @@ def _scale(graph: Graph) -> float:
 def _program_at(
     graph: Graph, uses: ForwardUses, budget: int, moment: BaseOp, integer: bool, link: Link | None
 ) -> tuple[Program | None, dict[ValueId, Variable]]:
-    """The program of a moment, None where it is too large, and its variables of what is sent."""
+    """The program of a moment, None where it is too large, and its variables for values that are sent."""
     op = graph.ops[moment]
     held = np.zeros(len(graph.values), dtype=bool)
     held[list(op.inputs)] = True
@@ -275,7 +275,7 @@ def _program_at(
         program.variable(seconds[graph.rerun(i)] * scale, high=1.0 if may[i] else 0.0)
         for i in graph.forward_ops
     ]
-    in_time = _InTime.behind(graph, moment)
+    in_time = _InTime.after(graph, moment)
     producer = listed(BaseOp, graph.producer)
     hold: dict[ValueId, Variable] = {}
     sent: dict[ValueId, Variable] = {}
@@ -317,7 +317,7 @@ def _link_rows(
     rerun: list[Variable],
     scale: float,
 ) -> None:
-    """Add a link's transfers before a moment and behind it; seconds are multiplied by ``scale``."""
+    """Add a link's transfers before a moment and after it; seconds are multiplied by ``scale``."""
     ends = np.cumsum(graph.seconds[: graph.base_length]) * scale
     longer_before, longer_after = (program.variable(1.0, high=np.inf) for _ in range(2))
     last = graph.base_length
@@ -346,7 +346,7 @@ class _InTime:
     Attributes:
         begins: The first backward operation of each graph.
         ends: The last one.
-        first_read: By value, the first base operation behind the moment that reads it.
+        first_read: By value, the first base operation after the moment that reads it.
         region: By value, the graph that can compute it again; None where none can.
     """
 
@@ -356,7 +356,7 @@ class _InTime:
     region: Per[ValueId, Region | None]
 
     @staticmethod
-    def behind(graph: Graph, moment: BaseOp) -> "_InTime":
+    def after(graph: Graph, moment: BaseOp) -> "_InTime":
         table = graph.walk_table
         begins, ends = dict[Region, BaseOp](), dict[Region, BaseOp]()
         first_read = [graph.base_length] * len(graph.values)

@@ -51,8 +51,8 @@ def improve(
 
     Args:
         search: Has the schedule, and gets better ones.
-        work: The work of all programs together, see :class:`solvers.programs.slots.Runs`, after which no
-            other part is begun.
+        work: No other part is begun after so much work of all programs together, see
+            :class:`solvers.programs.slots.ChosenRuns`.
         nodes: Most nodes of the tree of each program.
         enough: Seconds at which the schedule is fast enough.
         stretches: Most forward operations of a part where parts are no layers; tried in this order.
@@ -297,13 +297,13 @@ class _Steps:
             self.close()
         for i in ops:
             again = self.graph.rerun(i)
-            self.slots.append(slot_of(self.graph, again, optional=True, beside=int(self.between[n])))
+            self.slots.append(slot_of(self.graph, again, optional=True, other_bytes=int(self.between[n])))
             self.start.append(i in used)
 
     def runs(self, n: Step) -> None:
         """A step that runs in any case."""
         row = RowId(int(self.schedule[n]))
-        slot = slot_of(self.graph, row, beside=int(self.during[n]))
+        slot = slot_of(self.graph, row, other_bytes=int(self.during[n]))
         touches = not self.values.isdisjoint(slot.reads) or not self.values.isdisjoint(slot.writes)
         if touches or (not self.again[n] and row in self.held):
             self.close()
@@ -317,7 +317,7 @@ class _Steps:
         if self._merged:
             rows = tuple(RowId(int(self.schedule[n])) for n in self._merged)
             workspace = self.graph.workspace_bytes
-            beside = max(int(self.during[n] + workspace[r]) for n, r in zip(self._merged, rows, strict=True))
-            self.slots.append(Slot(rows[-1], False, (), (), beside, rows))
+            most = max(int(self.during[n] + workspace[r]) for n, r in zip(self._merged, rows, strict=True))
+            self.slots.append(Slot(rows[-1], False, (), (), most, rows))
             self.start.append(True)
             self._merged = []

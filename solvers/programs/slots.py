@@ -1,7 +1,8 @@
-"""An integer program over *slots*, places in time at which operations run or may run again.
+"""An integer program over *slots*: an order of operations, of which some may be left out.
 
-:mod:`solvers.programs.exact_ilp` specifies the program and has a slot for every possible re-run;
-:mod:`solvers.programs.neighbourhood` has only those of a part of the step.
+A slot is one place in that order. An operation of the step always runs there; a re-run is optional.
+:mod:`solvers.programs.exact_ilp` states the program, and gives it a slot for every possible re-run.
+:mod:`solvers.programs.neighbourhood` gives it slots for the re-runs of one part of the step.
 """
 
 import math
@@ -17,48 +18,52 @@ from solvers.model.graph import Graph
 from solvers.model.indices import Per, RowId, SlotId, ValueId, Variable, indices, numbered
 
 SECONDS = 1000.0
-"""The seconds of the step in the program: solvers have tolerances of their own."""
+"""The step takes so many seconds in the program: in its own it may be shorter than a solver's tolerance."""
 GAP = 1e-6
-VARIABLES_A_STEP = 20
-"""How many variables of a program are written in the time of one iteration of the simplex method."""
+"""The relative gap at which a program counts as solved, unless the caller gives another."""
+VARIABLES_AN_ITERATION = 20
+"""So many variables are written to a program in about the time of one iteration of the simplex method."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place in time.
+    """A place in the order of the step.
 
     Attributes:
-        row: The row of the graph that runs here; of several rows that run one after the other the last.
-        optional: Whether it may run here; otherwise it does.
-        reads, writes: The values that it reads and writes; those that are not among a program's do not count.
-        beside: Bytes of values that are not among a program's, and of workspace where it is not ``row``'s.
-        rows: All that run here, in order, where ``row`` is not all: none of them reads or writes a value of
-            the program.
+        row: The row of the graph that runs here; the last of ``merged``, if that is not empty.
+        optional: Whether the program decides if the row runs here; else it runs.
+        reads, writes: The values that it reads and writes. The program ignores those whose lives it does not
+            decide.
+        other_bytes: Bytes of the values whose lives the program does not decide. With ``merged``, the most
+            of these and workspace at any of its rows.
+        merged: Rows that run here one after the other, none of which reads or writes a value whose life the
+            program decides; empty where ``row`` runs alone.
     """
 
     row: RowId
     optional: bool
     reads: tuple[ValueId, ...]
     writes: tuple[ValueId, ...]
-    beside: int = 0
-    rows: tuple[RowId, ...] = ()
+    other_bytes: int = 0
+    merged: tuple[RowId, ...] = ()
 
 
-def slot_of(graph: Graph, row: RowId, *, optional: bool = False, beside: int = 0) -> Slot:
-    """The place of one row."""
+def slot_of(graph: Graph, row: RowId, *, optional: bool = False, other_bytes: int = 0) -> Slot:
+    """The slot of one row."""
     table = graph.walk_table
-    return Slot(row, optional, table.inputs[row], table.outputs[row], beside)
+    return Slot(row, optional, table.inputs[row], table.outputs[row], other_bytes)
 
 
 @dataclass(frozen=True)
-class Runs:
+class ChosenRuns:
     """The answer to a program of slots.
 
     Attributes:
         schedule: The rows that run; None where no answer was found.
-        work: Iterations of the simplex method, or as many as writing the program takes the time of, if that
-            is more; one for each variable where the solver does not say. Unlike seconds, this is the same on
-            every machine.
+        work: What the answer took, in iterations of the simplex method, which unlike seconds are the same on
+            every machine. A solver that does not count them is taken to need one for each variable. A program
+            that takes longer to write than to solve counts by its variables, see
+            ``VARIABLES_AN_ITERATION``.
     """
 
     schedule: Schedule | None
@@ -76,25 +81,26 @@ def best_runs(
     nodes: int | None = None,
     gap: float = GAP,
     start: Sequence[bool] | None = None,
-) -> Runs:
-    """Choose the optional slots to use, so that the step takes least time.
+) -> ChosenRuns:
+    """Choose the optional slots whose rows run, so that the step takes least time.
 
     Args:
         graph: The problem.
-        slots: In order. The slot that first computes a value comes before all slots that read it.
+        slots: The slots in order. The slot that first computes a value comes before all slots that read it.
         budget: Bytes that no slot exceeds.
         constraints: Values that are always kept or always recomputed.
         values: The values whose lives the program decides; None for all of the graph.
-        seconds: Wall seconds.
-        nodes: Most nodes of the tree of the program.
+        seconds: The most wall seconds.
+        nodes: The most nodes of branch and bound; None: any number.
         gap: The relative gap, of the seconds of optional slots, at which the program counts as solved.
-        start: For each slot whether a known schedule uses it.
+        start: A known answer: for each slot whether it runs.
     """
     program = Program()
-    scale = SECONDS / max(graph.base_seconds, 1e-30)
-    unit = max(1.0, budget / 1e3)
+    scale = SECONDS / max(graph.base_seconds, 1e-30)  # a graph may take no seconds
+    unit = max(1.0, budget / 1e3)  # the budget is 1,000 units in the program, for solvers' tolerances
     run = [
         program.variable(
+            # A re-run that takes no seconds costs something too, so that none runs for nothing.
             float(graph.seconds[s.row]) * scale + 1e-6 if s.optional else 0.0,
             low=0.0 if s.optional else 1.0,
             integer=s.optional,
@@ -103,17 +109,17 @@ def best_runs(
     ]
     memory: list[dict[Variable, float]] = [{} for _ in slots]
     for j, s in enumerate(slots):
-        if graph.workspace_bytes[s.row] and not s.rows:
+        if graph.workspace_bytes[s.row] and not s.merged:
             memory[j][run[j]] = float(graph.workspace_bytes[s.row]) / unit
-    begin: dict[RowId, SlotId] = {}
+    slot_of_row: dict[RowId, SlotId] = {}
     for j, s in numbered(SlotId, slots):
         if not s.optional:
-            begin.setdefault(s.row, j)  # the first: behind it may be a re-run that is no question
+            slot_of_row.setdefault(s.row, j)  # its first slot: in a later one it runs again
     for v in graph.value_ids if values is None else values:
         if graph.producer[v] >= 0:
-            _write_value(graph, constraints, program, slots, run, memory, v, unit, begin)
+            _write_value(graph, constraints, program, slots, run, memory, v, unit, slot_of_row)
     for s, terms in zip(slots, memory, strict=True):
-        program.row(terms, high=(budget - s.beside) / unit)
+        program.row(terms, high=(budget - s.other_bytes) / unit)
     known = None
     if start is not None:
         known = np.full(len(program.cost), np.nan)
@@ -121,11 +127,12 @@ def best_runs(
     limit = None if np.isinf(seconds) else max(0.1, seconds)
     result = program.solve(time_limit=limit, gap=gap, start=known, nodes=nodes)
     iterations = len(program.cost) if result.iterations is None else result.iterations
-    work = max(math.ceil(len(program.cost) / VARIABLES_A_STEP), iterations)
+    work = max(math.ceil(len(program.cost) / VARIABLES_AN_ITERATION), iterations)
     if result.values is None:
-        return Runs(None, work)
-    used = [row for j, s in enumerate(slots) if result.values[run[j]] > 0.5 for row in (s.rows or (s.row,))]
-    return Runs(np.array(used, dtype=np.int64), work)
+        return ChosenRuns(None, work)
+    runs = [s for j, s in enumerate(slots) if result.values[run[j]] > 0.5]
+    rows = [row for s in runs for row in (s.merged or (s.row,))]
+    return ChosenRuns(np.array(rows, dtype=np.int64), work)
 
 
 def _write_value(
@@ -137,26 +144,37 @@ def _write_value(
     memory: Per[SlotId, dict[Variable, float]],
     v: ValueId,
     unit: float,
-    begins: dict[RowId, SlotId],
+    slot_of_row: dict[RowId, SlotId],
 ) -> None:
-    """The life of one value: its A variables, their rows, their place in the memory rows."""
+    """Write the life of one value: a variable ``alive`` for each slot, the constraints on it, its bytes.
+
+    :mod:`solvers.programs.exact_ilp` calls the variable A.
+
+    Args:
+        graph, constraints, program, slots: As in :func:`best_runs`.
+        run: For each slot the variable that says whether it runs.
+        memory: For each slot the terms of its bytes; the value's are added.
+        v: The value.
+        unit: Bytes in one unit of the program.
+        slot_of_row: The first slot of each row that is not optional.
+    """
     size = graph.values[v].bytes / unit
-    begin = begins[RowId(int(graph.producer[v]))]
+    begin = slot_of_row[RowId(int(graph.producer[v]))]
     later = indices(SlotId, len(slots), begin)
     touching = [j for j in later if v in slots[j].reads or v in slots[j].writes]
     end = touching[-1]
     until = graph.values[v].held_until
-    held = begin if until is None else max(begin, begins[until])
+    held = begin if until is None else max(begin, slot_of_row[until])
     end = max(end, held)
     on_demand = graph.values[v].on_demand
-    base = range(graph.forward_length, graph.base_length)
-    backward = (j for j in touching if not slots[j].optional and slots[j].row in base)
+    backward_rows = range(graph.forward_length, graph.base_length)
+    backward = (j for j in touching if not slots[j].optional and slots[j].row in backward_rows)
     first_read = next(backward, end)
     keep = constraints.keep is not None and bool(constraints.keep[v])
-    banned_from: SlotId | None = None
+    dropped_at: SlotId | None = None  # where re-runs of its region begin, if it is always recomputed
     if constraints.recompute is not None and constraints.recompute[v] and graph.recompute_row[v] >= 0:
         own = graph.walk_table.recompute_region[v]
-        banned_from = next(
+        dropped_at = next(
             (j for j, s in numbered(SlotId, slots) if s.optional and graph.ops[s.row].region == own), None
         )
     previous: Variable | None = None
@@ -167,9 +185,9 @@ def _write_value(
         writes, reads = v in slots[j].writes, v in slots[j].reads
         if previous is not None:
             terms = {alive: 1.0, previous: -1.0}
-            if j == banned_from:
+            if j == dropped_at:
                 terms = {alive: 1.0}
-            if writes and not keep:  # what is kept is not made again
+            if writes and not keep:  # a kept value is computed once
                 terms[run[j]] = -1.0
             program.row(terms, high=0.0)
         if reads or (writes and not (on_demand and j == begin)):

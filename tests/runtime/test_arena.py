@@ -259,7 +259,7 @@ class SimulatedMemory:
     def __post_init__(self) -> None:
         self.allocator = CachingAllocator(memory_bytes=self.memory_bytes, trace=self.trace)
 
-    def has_arena(self) -> bool:
+    def supports_arena(self) -> bool:
         return self.usable
 
     def frees(self) -> int:
@@ -284,7 +284,7 @@ class SimulatedMemory:
     def peak_bytes(self) -> int:
         return self.allocator.peak_allocated_bytes
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         self.forgot += 1
         self.allocator.peak_allocated_bytes = self.allocator.allocated_bytes
 
@@ -297,28 +297,28 @@ def test_a_loop_with_the_arena_reserves_what_the_plan_predicts(prepared: Prepare
         memory.allocator.malloc(size)
     memory.allocator.free(memory.allocator.malloc(50 * MIB))  # of the time before, which is given back
     arena = Arena.of(whole, prepared.resident)
-    arena.look(memory)
+    arena.reserve(memory)
     assert memory.forgot == 1
     for _ in run(replace(loop, resident=()), memory.allocator):
-        arena.look(memory)
+        arena.reserve(memory)
     assert memory.allocator.reserved_bytes == whole.reserved_bytes
     assert memory.lists == 0  # no segment went
 
 
 def test_segments_that_have_gone_are_reserved_again() -> None:
     memory, arena = SimulatedMemory(), Arena([20 * MIB, 60 * MIB], 0, 0)
-    arena.look(memory)
-    arena.look(memory)
+    arena.reserve(memory)
+    arena.reserve(memory)
     assert memory.allocator.reserved_bytes == 80 * MIB
     memory.allocator.empty_cache()
     assert memory.allocator.reserved_bytes == 0
-    arena.look(memory)
-    arena.look(memory)
+    arena.reserve(memory)
+    arena.reserve(memory)
     assert (memory.allocator.reserved_bytes, memory.lists) == (80 * MIB, 1)
     stays = memory.allocator.malloc(40 * MIB)  # in the larger one, whose rest the smaller one would fit into
     memory.allocator.empty_cache()
     assert memory.allocator.reserved_bytes == 60 * MIB
-    arena.look(memory)
+    arena.reserve(memory)
     assert memory.allocator.reserved_bytes == 80 * MIB
     memory.allocator.free(stays)
 
@@ -326,24 +326,24 @@ def test_segments_that_have_gone_are_reserved_again() -> None:
 def test_segments_that_go_one_after_the_other_keep_their_sizes() -> None:
     memory = SimulatedMemory()
     arena = Arena([20 * MIB, 50 * MIB, 90 * MIB], 0, 0)
-    arena.look(memory)
+    arena.reserve(memory)
     for kept in ([20, 90], [20], [20, 90], [50]):
         held = [memory.allocate(size * MIB) for size in kept]
         memory.empty_cache()
         del held
-        arena.look(memory)
+        arena.reserve(memory)
         assert sorted(size for _, size in memory.segments()) == [20 * MIB, 50 * MIB, 90 * MIB]
 
 
 def test_a_smaller_segment_at_the_same_address_is_another() -> None:
     memory = SimulatedMemory()
     arena = Arena([60 * MIB], 0, 0)
-    arena.look(memory)
+    arena.reserve(memory)
     ((address, _),) = memory.segments()
     memory.empty_cache()
     memory.segments = lambda: [(address, 20 * MIB)]  # type: ignore[method-assign]
     before = memory.allocator.reserved_bytes
-    arena.look(memory)
+    arena.reserve(memory)
     assert memory.allocator.reserved_bytes == before + 60 * MIB
 
 
@@ -351,27 +351,27 @@ def test_state_that_is_there_already_needs_no_room() -> None:
     memory, arena = SimulatedMemory(), Arena([20 * MIB, 100 * MIB], 50 * MIB, 30 * MIB)
     for size in (50 * MIB, 30 * MIB):
         memory.allocator.malloc(size)
-    arena.look(memory)
+    arena.reserve(memory)
     assert memory.allocator.reserved_bytes == 80 * MIB + 90 * MIB
     with_a_batch, arena = SimulatedMemory(), Arena([20 * MIB, 100 * MIB], 50 * MIB, 30 * MIB)
     with_a_batch.allocator.malloc(60 * MIB)  # a batch more than planned is no state
-    arena.look(with_a_batch)
+    arena.reserve(with_a_batch)
     assert with_a_batch.allocator.reserved_bytes == 60 * MIB + 120 * MIB
 
 
 def test_a_gpu_without_the_memory_is_warned_of_once() -> None:
     memory, arena = SimulatedMemory(memory_bytes=50 * MIB), Arena([20 * MIB, 60 * MIB], 0, 0)
     with pytest.warns(planner.PlanWarning, match="Free memory of the GPU"):
-        arena.look(memory)
-    arena.look(memory)
+        arena.reserve(memory)
+    arena.reserve(memory)
     assert memory.allocator.allocated_bytes == 0
 
 
 def test_where_the_settings_have_no_use_for_it_none_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SimulatedMemory(usable=False)
     arena = Arena([20 * MIB], 0, 0)
-    arena.look(memory)
-    arena.look(memory)
+    arena.reserve(memory)
+    arena.reserve(memory)
     assert memory.allocator.peak_reserved_bytes == 0
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     for conf, has in {
@@ -382,7 +382,7 @@ def test_where_the_settings_have_no_use_for_it_none_is_made(monkeypatch: pytest.
         "backend:cudaMallocAsync": False,
     }.items():
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
-        assert CudaMemory(torch.device("cuda", 0)).has_arena() is has
+        assert CudaMemory(torch.device("cuda", 0)).supports_arena() is has
 
 
 def test_nothing_is_asked_of_an_allocator_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,8 +394,8 @@ def test_nothing_is_asked_of_an_allocator_of_the_users(monkeypatch: pytest.Monke
     for name in ("memory_stats_as_nested_dict", "max_memory_allocated", "memory_snapshot"):
         monkeypatch.setattr(torch.cuda, name, refuse)
     arena = Arena([20 * MIB], 0, 0)
-    arena.look(CudaMemory(torch.device("cuda", 0)))
-    arena.look(CudaMemory(torch.device("cuda", 0)))
+    arena.reserve(CudaMemory(torch.device("cuda", 0)))
+    arena.reserve(CudaMemory(torch.device("cuda", 0)))
 
 
 @pytest.mark.parametrize("backend", ["graph", "replay"])

@@ -21,7 +21,7 @@ from planner.compiled.calls import Calls
 from planner.errors import FreedError, InputsChanged, PlanWarning
 from planner.planning.options import OptionError
 from planner.report.text import as_text
-from planner.runtime import recorded, recorded_graph
+from planner.runtime import recorded_graph, recordings
 from planner.user_plan import Plan
 
 pytestmark = pytest.mark.heavy
@@ -165,7 +165,7 @@ def test_programs_of_inductor_run_as_recorded(recorders: list[StandIn]) -> None:
         return [*itertools.chain(*found), torch.get_rng_state()]
 
     other = copy.deepcopy(model)
-    with mock.patch.object(recorded, "recorder_for", return_value=None), says("CUDA graphs are a GPU's"):
+    with mock.patch.object(recordings, "recorder_for", return_value=None), says("CUDA graphs are a GPU's"):
         expected = trained(other)
     found = trained(model)
     assert all(itertools.starmap(_are_equal, zip(found, expected, strict=True)))
@@ -687,7 +687,7 @@ def test_what_a_recording_must_not_have(call: Callable[[Tensor], Any], why: str)
 
 def test_without_a_gpu_it_says_so() -> None:
     pair = Pair([], Net(), torch.randn(6, 4))
-    with mock.patch.object(recorded, "recorder_for", recorder_for), says("CUDA graphs are a GPU's"):
+    with mock.patch.object(recordings, "recorder_for", recorder_for), says("CUDA graphs are a GPU's"):
         pair.steps(2)
 
 

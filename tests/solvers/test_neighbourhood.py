@@ -18,7 +18,7 @@ from solvers.model.in_flight import InFlight
 from solvers.model.incumbent import Search
 from solvers.model.indices import BaseOp
 from solvers.programs import exact_ilp, neighbourhood
-from solvers.programs.slots import VARIABLES_A_STEP, best_runs
+from solvers.programs.slots import VARIABLES_AN_ITERATION, best_runs
 from tests.graphs import chain, graphs, random_dag
 
 pytestmark = [pytest.mark.usefixtures("no_hurry"), pytest.mark.heavy]
@@ -43,7 +43,8 @@ def test_no_slot_holds_less_than_the_step_does(graph: Graph, share: float, start
     schedule = SOLVERS["sqrt_n"](graph, None if start == "min" else budget).schedule
     for part in neighbourhood.find_parts(graph):
         slots, used = neighbourhood.find_slots(graph, schedule, part)
-        rows = [r for slot, there in zip(slots, used, strict=True) if there for r in slot.rows or (slot.row,)]
+        runs = [slot for slot, there in zip(slots, used, strict=True) if there]
+        rows = [row for slot in runs for row in slot.merged or (slot.row,)]
         peak = simulate(graph, np.array(rows)).peak_bytes
         values = sorted(neighbourhood._values_of(graph, part))
         for allowed in {peak, max(budget, peak - 1)}:
@@ -184,7 +185,7 @@ def test_work_is_iterations_or_a_guess_where_the_solver_tells_none(
     search = searching(graph, budget_of(graph, 0.6), "sqrt_n")
     sizes.clear()
     work = neighbourhood.improve_part(search, neighbourhood.find_parts(graph)[0], nodes=1)
-    least = math.ceil(sizes[-1] / VARIABLES_A_STEP)
+    least = math.ceil(sizes[-1] / VARIABLES_AN_ITERATION)
     assert work == (sizes[-1] if said is None else max(least, said))
 
 

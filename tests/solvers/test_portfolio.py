@@ -130,8 +130,8 @@ def test_what_is_far_behind_another_form_is_not_given_the_slow_solvers(
     alone = portfolio.solve(graph, budget, effort="fast")
     assert alone.feasible
     assert slow == ["programs", "parts"]
-    behind = EFFORTS["fast"].behind * graph.base_seconds
-    for rival, expected in ((alone.seconds - 1.1 * behind, []), (alone.seconds, ["programs", "parts"])):
+    hopeless = EFFORTS["fast"].hopeless * graph.base_seconds
+    for rival, expected in ((alone.seconds - 1.1 * hopeless, []), (alone.seconds, ["programs", "parts"])):
         slow.clear()
         found = portfolio.solve(graph, budget, effort="fast", rival=rival)
         assert (found.seconds, slow) == (alone.seconds, expected)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import planner
 from planner.errors import PlanWarning
-from planner.verification import again, compared_steps, outcomes, verify
+from planner.verification import compared_steps, outcomes, recheck, verify
 from planner.verification.outcomes import Spread, difference, distance, on_host, same
 
 NAN, INF = math.nan, math.inf
@@ -145,13 +145,13 @@ def test_what_differs_is_compared_with_more_unplanned_steps(monkeypatch: pytest.
 
 def test_what_differs_still_must_be_equal_by_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     report, steps = verified_with_noise(monkeypatch, lambda number: number == 7)
-    assert steps == UNPLANNED + PLANNED + again.MORE_STEPS + 4
+    assert steps == UNPLANNED + PLANNED + recheck.MORE_STEPS + 4
     assert report.ok
     assert not report.exact
 
 
 def test_a_difference_by_deterministic_kernels_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    last = UNPLANNED + PLANNED + again.MORE_STEPS + 4
+    last = UNPLANNED + PLANNED + recheck.MORE_STEPS + 4
     planned = {6, 7, last - 1, last}
     report, steps = verified_with_noise(monkeypatch, lambda number: number in planned)
     assert steps == last
@@ -159,7 +159,7 @@ def test_a_difference_by_deterministic_kernels_is_a_problem(monkeypatch: pytest.
     assert ["layer.weight" in problem for problem in report.problems] == [True]
 
 
-def test_steps_that_did_not_run_by_the_plan_settle_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_did_not_run_by_the_plan_have_nothing_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     def step() -> outcomes.Outcome:
         if torch.are_deterministic_algorithms_enabled():
             warnings.warn("the step runs without the plan", PlanWarning, stacklevel=1)
@@ -167,7 +167,7 @@ def test_steps_that_did_not_run_by_the_plan_settle_nothing(monkeypatch: pytest.M
 
     spread = Spread(left(torch.ones(2)), True)
     with pytest.warns(PlanWarning, match="without the plan"):
-        again.look_again(spread, left(torch.zeros(2)), step, step)
+        recheck.recheck(spread, left(torch.zeros(2)), step, step)
     assert spread.differing(left(torch.zeros(2))) == [("buffer", "x")]
 
 

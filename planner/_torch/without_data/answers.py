@@ -31,7 +31,8 @@ NOT_KNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised without data where a question cannot be answered."""
 
 _ASKS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
-_MASKS = (torch.bool, torch.uint8)
+MASK_TYPES = (torch.bool, torch.uint8)
+"""Types of an index that is a mask: it selects the elements where it is not zero."""
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 
 _Question = tuple[object, str, str, int]
@@ -41,7 +42,7 @@ _Question = tuple[object, str, str, int]
 def asks_for_data(func: Any, args: Sequence[Any]) -> bool:
     """Whether what a call returns, or its size, depends on data."""
     if func is torch.ops.aten.index.Tensor:  # only masks among its indices decide the result's size
-        return any(index is not None and index.dtype in _MASKS for index in args[1])
+        return any(index is not None and index.dtype in MASK_TYPES for index in args[1])
     return not _ASKS.isdisjoint(getattr(func, "tags", ()))
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from planner._torch.tensors import schema_of
-from planner.training_step.call import MASKS, WRITES_AT_MASKS, Call, Sizes, sizes_of
+from planner._torch.without_data.answers import MASK_TYPES
+from planner.training_step.call import WRITES_AT_MASKS, Call, Sizes, shapes_of
 
 aten = torch.ops.aten
 
@@ -47,7 +48,7 @@ def check(call: Call, result: Any) -> None:
         ValueError: It returned other sizes.
     """
     expected = told_sizes(call) if call.func.overloadpacket in _SIZED else None
-    if expected is not None and (found := sizes_of(result)) != expected:
+    if expected is not None and (found := shapes_of(result)) != expected:
         raise ValueError(f"not measured: made-up data gave results of sizes {found}, not {expected}")
 
 
@@ -62,7 +63,7 @@ def _first(tensor: torch.Tensor, count: int, of: int) -> None:
 
 
 def _masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    return [index for index in indices if index is not None and index.dtype in MASKS]
+    return [index for index in indices if index is not None and index.dtype in MASK_TYPES]
 
 
 def _place(indices: Sequence[torch.Tensor | None]) -> tuple[int, int]:
@@ -71,11 +72,11 @@ def _place(indices: Sequence[torch.Tensor | None]) -> tuple[int, int]:
     places, at = list[int](), 0
     for index in indices:
         # A mask stands for as many indices as it has dimensions.
-        taken = index.dim() if index is not None and index.dtype in MASKS else 1
+        taken = index.dim() if index is not None and index.dtype in MASK_TYPES else 1
         places += range(at, at + taken) if index is not None else ()
         at += taken
     side_by_side = places[-1] - places[0] == len(places) - 1
-    dims = max(1 if index.dtype in MASKS else index.dim() for index in indices if index is not None)
+    dims = max(1 if index.dtype in MASK_TYPES else index.dim() for index in indices if index is not None)
     return (places[0] if side_by_side else 0) + dims - 1, len(places) - dims
 
 

@@ -1,9 +1,9 @@
 """A joint graph whose row-wise runs are computed in pieces, one after the other.
 
-In the form "backward" the pieces of the forward give the loss, and those of the backward follow where the
-backward begins; what they need of the forward is kept or computed again, as all else. In the form "forward"
-the gradients are computed right behind each piece of the forward, for a gradient of one of the loss, and
-multiplied by the true one when that arrives: no product runs twice.
+In the form "backward" the pieces of the forward compute the loss, and the backward begins with the pieces of
+its own. They read values of the forward, which are kept or computed again like all others. In the form
+"forward" each piece of the forward is followed at once by its gradients, for a gradient of 1 of the loss. The
+backward multiplies them by the true gradient of the loss: no product runs twice.
 
 Sums over rows are added up in place, in single precision at least.
 """
@@ -363,7 +363,7 @@ class _Pieces:
                 made[node] = part
 
     def _outside(self, emit: Emitter, node: Node) -> Node:
-        """A value from outside of the run; what is computed behind the pieces is computed before them too."""
+        """A value from outside of the run; one computed after the pieces is computed before them too."""
         if node in self._totals:
             return self._totals[node]
         if node in self._hoisted:

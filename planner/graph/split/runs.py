@@ -77,7 +77,7 @@ class Run:
 
 
 class _NoRunError(Exception):
-    """The operations behind a matrix product are no run."""
+    """The operations that follow a matrix product are no run."""
 
 
 def _columns_read(product: Node) -> int:

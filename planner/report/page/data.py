@@ -107,9 +107,9 @@ def page_data(plan: PlanRecord, frontier: Sequence[PlanRecord] = ()) -> dict[str
 def _link(sim: SimulatedPlan) -> list[dict[str, Any]]:
     """The results that the link carries, in the order of the forward, each on its way to the host and back.
 
-    From the step that makes a result, or takes it from another graph, to the one at which it is on the host,
-    and from that which begins to fetch it to the first that reads it. Until the one and from the other on it
-    takes the device's memory; the bytes are these.
+    A result goes to the host from the step that makes it, or takes it from another graph, to the step at
+    which it has arrived. It comes back from the step that begins to fetch it to the first that reads it. It
+    takes the given bytes of the device's memory until it has arrived, and again once the fetch begins.
     """
     if sim.plan.target.offload == "none":
         return []

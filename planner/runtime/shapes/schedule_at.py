@@ -21,7 +21,7 @@ from solvers.model.indices import BaseOp, RowId, numbered
 
 _Decided = tuple[Sequence[int], Sequence[int], Mapping[int, int]]
 """The operations that a backward runs, those of them that unpack bits, and for each result on the host the
-operation behind which it has arrived."""
+operation after which it has arrived."""
 
 
 def schedule_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedule]:

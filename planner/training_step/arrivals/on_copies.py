@@ -8,7 +8,7 @@ import torch
 from planner._torch import fake as fake_
 from planner._torch.tensors import Hook, all_hooks_on, has_hooks, hooks_after_accumulation, hooks_on
 from planner.module_parts import buffers_of, parameters_of, parts_of
-from planner.training_step.arrivals.copied import CopiedHooks
+from planner.training_step.arrivals.hook_copier import HookCopier
 from planner.training_step.arrivals.reach import Reach
 from planner.training_step.arrivals.suspended import called
 from planner.training_step.python_state import belongs_to, is_stepping
@@ -24,7 +24,7 @@ def put_hooks_on_copies(
     copied: torch.nn.Module,
     tensor: Callable[[torch.Tensor], torch.Tensor],
     notes: list[str],
-) -> CopiedHooks | None:
+) -> HookCopier | None:
     """Put hooks on a copy of a module: those on gradients of weights, and layers' that step an optimizer.
 
     The hooks on the copy reach copies, where all that they reach can be copied. Else a hook that runs before
@@ -47,7 +47,7 @@ def put_hooks_on_copies(
     pairs: list[tuple[Any, Any]] = [*zip(parts_of(module), parts_of(copied), strict=False)]
     pairs += zip(parameters_of(module), parameters_of(copied), strict=False)
     pairs += zip(buffers_of(module), buffers_of(copied), strict=False)
-    hooks, mine = CopiedHooks(pairs, tensor), dict(copied.named_parameters())
+    hooks, mine = HookCopier(pairs, tensor), dict(copied.named_parameters())
     said: set[str] = set()
     for held, key, hook in stepping:
         held[key] = _copied(hooks, hook)[0] or held[key]
@@ -91,7 +91,7 @@ def _stepping_hooks(
     ]
 
 
-def _copied(hooks: CopiedHooks, hook: Callable[..., Any]) -> tuple[Callable[..., Any] | None, str]:
+def _copied(hooks: HookCopier, hook: Callable[..., Any]) -> tuple[Callable[..., Any] | None, str]:
     """A copy of a hook that reaches copies; or None, and the reason."""
     reach = Reach(hook)
     if reach.opaque is not None:
@@ -130,6 +130,6 @@ def _unless_it_fails(
     return run
 
 
-def state_of(hooks: CopiedHooks | None) -> Sequence[torch.Tensor]:
+def state_of(hooks: HookCopier | None) -> Sequence[torch.Tensor]:
     """The state of the optimizers that hooks step, as far as they were copied."""
-    return [] if hooks is None else hooks.state()
+    return [] if hooks is None else hooks.optimizer_state()

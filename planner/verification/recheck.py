@@ -1,8 +1,8 @@
-"""A second look at tensors that differ, on a device whose kernels may differ from run to run.
+"""A second comparison of tensors that differ, on a device whose kernels are not deterministic.
 
-A GPU does some sums in any order: the result is often equal for several steps, and then another. Where the
-planned step differs from the unplanned one, more unplanned steps are run, to see how far these are apart.
-Tensors that still differ are compared once more under deterministic kernels, bit for bit.
+Some kernels of a GPU add in an order that varies. Their results may be equal in several steps and differ in
+the next. So a planned step that differs from the unplanned ones need not be wrong: more unplanned steps show
+how far these are apart. Tensors that still differ are compared bit for bit under deterministic kernels.
 """
 
 import contextlib
@@ -15,16 +15,17 @@ from planner.errors import PlanWarning
 from planner.verification.outcomes import Outcome, Spread
 
 MORE_STEPS = 10
-"""How many more unplanned steps are run at most."""
+"""The most unplanned steps that are added: each may show a rarer result, and takes the time of a step."""
 
 
-def look_again(
+def recheck(
     spread: Spread, planned: Outcome, run_unplanned: Callable[[], Outcome], run_planned: Callable[[], Outcome]
 ) -> None:
-    """Look again at the tensors in which a planned step seems to differ from unplanned ones.
+    """Compare again the tensors in which a planned step differs from the unplanned ones.
 
     Args:
-        spread: How far unplanned steps are apart; further ones are added.
+        spread: How far unplanned steps are apart. It gets the outcomes of more of them, and which tensors
+            are equal under deterministic kernels.
         planned: The outcome of the planned step.
         run_unplanned, run_planned: Run another step from the same state.
     """
@@ -37,12 +38,12 @@ def look_again(
         return
     with warnings.catch_warnings(record=True) as caught, deterministic_kernels():
         warnings.simplefilter("always")
-        spread.settle(different, [run_unplanned(), run_unplanned()], [run_planned(), run_planned()])
-    said = [w.message for w in caught if issubclass(w.category, PlanWarning)]
-    for message in said:
+        outcomes = [run_unplanned(), run_unplanned(), run_planned(), run_planned()]
+    messages = [w.message for w in caught if issubclass(w.category, PlanWarning)]
+    for message in messages:
         warnings.warn(message, stacklevel=2)
-    if said:  # some of it did not run by the plan
-        spread.unsettle()
+    if not messages:  # with a warning a part of the step may have run without the plan
+        spread.accept(different, outcomes)
 
 
 @contextlib.contextmanager
