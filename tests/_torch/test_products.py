@@ -48,3 +48,20 @@ def test_where_data_hold_zeros_a_step_takes_no_more_than_predicted(zeros: bool) 
     measured, predicted = report.baseline_measured_dynamic_peak_bytes, plan.baseline.dynamic_peak_bytes
     # With zeros PyTorch takes a form that it does not take under a dispatch mode: a little less.
     assert 0.98 * predicted < measured < predicted if zeros else measured == predicted
+
+
+class ReadProducts(nn.Module):
+    """Reads a number of the products, so that the step is recorded with its data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        products = (x * 2).transpose(0, 1).cumprod(1)
+        return (products / (products.detach().max().item() + 1)).square().mean()
+
+
+def test_products_of_factors_that_do_not_lie_in_order_are_predicted_with_data_too() -> None:
+    torch.manual_seed(0)
+    model, x = ReadProducts(), (torch.rand(64, 32) / 4 + 0.4).requires_grad_()
+    plan = planner.plan(model, (x,), budget="100%", backend="replay")
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.baseline_measured_dynamic_peak_bytes == plan.baseline.dynamic_peak_bytes

@@ -86,7 +86,7 @@ class GradientsOfProducts:
             if factors.is_complex():
                 return False
             self.assumed = self.assumed or is_fake(factors)
-            return is_fake(factors) or (factors.is_contiguous() and bool((factors != 0).all()))
+            return is_fake(factors) or bool((factors != 0).all())
 
     def _of_a_product(self, gradient: torch.Tensor) -> torch.Tensor:
         node = running_node()
