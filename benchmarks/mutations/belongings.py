@@ -225,7 +225,7 @@ BELONGINGS = [
         (Change("planner/imports.py", "        random.setstate(state)\n", "        pass\n"),),
         (
             "tests/behaviour/bits/test_random_state.py::"
-            "test_a_fresh_process_draws_what_it_draws_without_a_plan[auto_checkpoint]",
+            "test_a_fresh_process_draws_what_it_draws_without_a_plan",
         ),
     ),
     Mutation(

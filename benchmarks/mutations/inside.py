@@ -375,7 +375,7 @@ INSIDE = [
         (
             "tests/behaviour/paths/test_compiled_parts.py::"
             "test_compiled_parts_run_uncompiled_by_a_plan_and_it_says_so"
-            "[False-function]",
+            "",
         ),
     ),
     Mutation(

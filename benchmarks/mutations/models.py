@@ -345,7 +345,7 @@ MODELS = [
             ),
         ),
         (
-            "tests/behaviour/bits/test_round_like_eager.py::test_an_operator_with_a_factor_is_as_without_a_plan[addcmul_]",
+            "tests/behaviour/bits/test_round_like_eager.py::test_an_operator_with_a_factor_is_as_without_a_plan",
         ),
     ),
     Mutation(

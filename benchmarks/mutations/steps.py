@@ -14,7 +14,7 @@ STEPS = [
                 "target.backend_options)",
             ),
         ),
-        ("tests/inductor/test_inductor_fusion.py::test_what_runs_is_fused_as_planned[60%]",),
+        ("tests/inductor/test_inductor_fusion.py::test_what_runs_is_fused_as_planned",),
     ),
     Mutation(
         "inductor-fuses-in-place",
@@ -96,10 +96,7 @@ STEPS = [
                 "",
             ),
         ),
-        (
-            "tests/behaviour/paths/test_checks_of_values.py"
-            "::test_a_step_ends_with_an_error_as_without_a_plan[on the device-eager]",
-        ),
+        ("tests/behaviour/paths/test_checks_of_values.py::test_a_step_ends_with_an_error_as_without_a_plan",),
     ),
     Mutation(
         "unread-draws",
@@ -315,7 +312,7 @@ STEPS = [
             ),
         ),
         (
-            "tests/behaviour/memory/test_views_handed_on.py::test_parts_that_are_handed_on_are_not_taken_for_their_gradients[False]",
+            "tests/behaviour/memory/test_views_handed_on.py::test_parts_that_are_handed_on_are_not_taken_for_their_gradients",
         ),
     ),
     Mutation(
