@@ -57,11 +57,9 @@ def llama(layers: int, **shape: int) -> Any:
     return LlamaForCausalLM(config).train()
 
 
-def narrow(layers: int) -> dict[str, Any]:
-    """One depth of the narrow shape, by regions, in this process."""
+def narrow_step(layers: int) -> tuple[Any, dict[str, Any]]:
+    """A Llama of the narrow shape, and the arguments of its step."""
     import torch
-
-    import planner
 
     model = llama(
         layers,
@@ -72,7 +70,14 @@ def narrow(layers: int) -> dict[str, Any]:
         vocab_size=256,
     )
     ids = torch.randint(0, 256, (2, 64))
-    step = {"input_ids": ids, "labels": ids}
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def narrow(layers: int) -> dict[str, Any]:
+    """One depth of the narrow shape, by regions, in this process."""
+    import planner
+
+    model, step = narrow_step(layers)
     started = time.process_time()
     prepared = planner.prepare(model, kwargs=step, outputs="dropped", regions="auto")
     captured = time.process_time()

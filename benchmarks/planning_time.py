@@ -2,23 +2,27 @@
 
     python benchmarks/planning_time.py --out docs/results/planning-time.md
     python benchmarks/planning_time.py --models bert --shares 60%
+    python benchmarks/planning_time.py --replays
 
 The models are those of ``benchmarks/time_truth.py``: six layers, outputs dropped. For each budget a process
 of its own imports what it needs, and then plans (capture and solving), plans for another budget, and solves
 the first once more with ``effort="best"``, which tells how far the plan's extra time is from the best known.
 "their peak" is that of Hugging Face's own checkpointing. Seconds of operations are remembered from an
-earlier process, but for the last budget, where nothing is.
+earlier process, but for the last budget, where nothing is. ``--replays`` is another table: the first plan of
+a process for 60%, by graphs and by replays in turn, and by replays of a Llama of 200 layers for 70%.
 """
 
 import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,9 @@ FIRST = ", first in all"
 OTHER = "70%"
 """The budget of the second plan."""
 BEST_SECONDS = 60.0
+TIMES = 3
+"""Processes for each row beside replays; the figure is their median."""
+DEEP = "200 layers"
 
 
 def measure(name: str, share: str) -> dict[str, Any]:
@@ -65,6 +72,42 @@ def measure(name: str, share: str) -> dict[str, Any]:
     }
 
 
+def first_plan(name: str, backend: Any) -> float:
+    """Process seconds of the first plan of this process."""
+    import planner
+    from benchmarks.deep import narrow_step
+
+    budget = "60%"
+    if name == DEEP:
+        (model, kwargs), loss, budget = narrow_step(200), None, "70%"
+    else:
+        model, kwargs, loss = build(name)
+    model.train()
+    started = time.process_time()
+    planner.plan(model, kwargs=kwargs, loss=loss, outputs="dropped", budget=budget, backend=backend)
+    return time.process_time() - started
+
+
+def beside_replays(names: Sequence[str]) -> Iterator[str]:
+    """The rows of the table of plans by graphs and by replays."""
+    yield "| model | graphs, s | replays, s | share |"
+    yield "|---|---|---|---|"
+    environment = {**os.environ, **SETTINGS, "PYTHONPATH": str(ROOT)}
+    for name in (*names, DEEP):
+        seconds: dict[str, list[float]] = {"graph": [], "replay": []}
+        for _ in range(TIMES):
+            for backend in ("replay",) if name == DEEP else seconds:
+                asked = [sys.executable, "-W", "ignore", __file__, "--worker", f"{backend} {name}"]
+                ran = subprocess.run(asked, env=environment, capture_output=True, text=True, check=True)
+                seconds[backend].append(float(ran.stdout.splitlines()[-1]))
+        replay = statistics.median(seconds["replay"])
+        if name == DEEP:
+            yield f"| {name} | | {replay:.1f} | |"
+        else:
+            graph = statistics.median(seconds["graph"])
+            yield f"| {name} | {graph:.1f} | {replay:.1f} | {replay / graph:.2f} |"
+
+
 def their_peak(name: str) -> int:
     """What the model's own checkpointing takes, with what is resident."""
     import planner
@@ -84,11 +127,20 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--shares", nargs="+", default=list(SHARES), help="budgets, of the unplanned step")
     parser.add_argument("--out", type=Path, help="write the table to this file")
+    parser.add_argument("--replays", action="store_true", help="the table of graphs and replays alone")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     if options.worker:
-        print(json.dumps(measure(options.models[0], options.worker)))
+        backend, _, name = options.worker.partition(" ")
+        if backend in ("graph", "replay"):
+            print(first_plan(name, backend))
+        else:
+            print(json.dumps(measure(options.models[0], options.worker)))
+        return
+    if options.replays:
+        for line in beside_replays(options.models):
+            print(line, flush=True)
         return
     import torch
 
