@@ -22,6 +22,16 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
         torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
+def check_version(tensor: torch.Tensor, version: int) -> None:
+    """Raise autograd's error if a saved tensor was written to since; it checks saves without hooks alone."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version "
+            f"{version} instead"
+        )
+
+
 class Watched:
     """The present versions of tensors, to be compared with later ones. Their memory is not held.
 

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from planner._torch import operators
 from planner._torch.autograd import CountingMode, graph_is_kept
 from planner._torch.execution.bernoulli_draws import FASTER
 from planner._torch.execution.cast_inside import dispatched_casting, is_noted, noted_operators
 from planner._torch.tensors import alias_of, is_wrapper, without_history
+from planner._torch.versions import check_version
 from planner.errors import FreedError, InputsChanged
 from planner.parallel.units import ROOT, Units
 from planner.replay.backward import Backward
@@ -33,12 +35,14 @@ from planner.training_step.user_lines import short_line
 class _Dropped:
     """Autograd holds this in the place of a saved tensor that the plan drops."""
 
-    __slots__ = ("__weakref__", "geometry", "handed_out", "save", "slot", "step")
+    __slots__ = ("__weakref__", "counts", "geometry", "handed_out", "save", "slot", "step", "version")
 
     def __init__(self, step: "FollowedStep", save: int, slot: int, tensor: torch.Tensor) -> None:
         self.step, self.save, self.slot = step, save, slot
         self.handed_out: torch.Tensor | None = None  # until autograd frees the save
         self.geometry = geometry_of(tensor)
+        counts = tensor if tensor._base is None else tensor._base  # as long as a view of the memory lives
+        self.counts, self.version = TensorWeakRef(counts), counts._version
 
 
 class FollowedStep:
@@ -88,7 +92,7 @@ class FollowedStep:
             # Holders of a storage are counted by tensors: the user's tensor must count beside this one.
             if save in self.loaded.program.written_over:
                 tensor = alias_of(tensor)
-            return _Kept(self, save, without_history(tensor))
+            return _Kept(self, save, tensor)
         if not (self.slots.holds(slot, tensor) and self.slots.can_be_made(slot)):
             self.slots.strayed = True
             return as_it_is(tensor)
@@ -188,7 +192,9 @@ class FollowedStep:
         """Make a dropped tensor again for the node that asks for it."""
         if packed.handed_out is not None:  # Python code asks more than once, or before the node does
             return packed.handed_out
-        slot, save = packed.slot, packed.save
+        slot, save, counts = packed.slot, packed.save, packed.counts()
+        if counts is not None:
+            check_version(counts, packed.version)
         if slot in self.slots.changed:
             raise InputsChanged(
                 f"a result of shape {tuple(packed.geometry[0])} that the plan makes again in the backward "
@@ -206,10 +212,10 @@ class FollowedStep:
 class _Kept:
     """Autograd holds this for a kept tensor if asking for it sets off re-runs or frees slots."""
 
-    __slots__ = ("save", "step", "tensor", "version")
+    __slots__ = ("kept", "save", "step")
 
     def __init__(self, step: FollowedStep, save: int, tensor: torch.Tensor) -> None:
-        self.step, self.save, self.tensor, self.version = step, save, tensor, tensor._version
+        self.step, self.save, self.kept = step, save, as_it_is(tensor)
 
 
 def as_it_is(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -231,15 +237,8 @@ def unpack(packed: Any) -> torch.Tensor:
     if type(packed) is _Kept:
         packed.step.backward.before_save(packed.save)
         packed.step.backward.after_save(packed.save)
-        tensor, version = packed.tensor, packed.version
-    else:
-        tensor, version = packed
-    if tensor._version != version:  # autograd checks it for saves without hooks alone
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version "
-            f"{version} instead"
-        )
+    tensor, version = packed.kept if type(packed) is _Kept else packed
+    check_version(tensor, version)
     return packed.step.backward.for_node(packed.save, tensor) if type(packed) is _Kept else tensor
 
 
@@ -255,11 +254,9 @@ class Following(CountingMode):
             return dispatched_casting(self.__torch_dispatch__, func, types, args, kwargs)
         if types and any(map(is_wrapper, types)):
             return NotImplemented
-        if not is_counted(func):
-            return func(*args, **kwargs) if kwargs else func(*args)
         step = self.step
-        if step.units.in_hooks:
-            if operators.writes(func):
+        if (in_hooks := step.units.in_hooks) or not is_counted(func):
+            if in_hooks and operators.writes(func):
                 step.slots.wrote(func, args, kwargs)
             return func(*args, **kwargs) if kwargs else func(*args)
         position, grad = step.position, torch.is_grad_enabled()

@@ -37,6 +37,7 @@ from planner.replay.calls import (
     written_operands,
 )
 from planner.training_step.recorder import Recording, StepRecorder
+from planner.training_step.step import tensors_in
 
 
 @dataclass(slots=True)
@@ -113,6 +114,7 @@ class Saved:
         grad_switches: The positions at which gradients are switched off and on, by turns.
         forward_events: The number of events of the module's forward.
         unit_of: By identity of a parameter's storage, the number of the unit that gathers it.
+        of_one_call: Identities of the storages of parameters and arguments.
     """
 
     saves: list[Save] = field(default_factory=list)
@@ -125,6 +127,7 @@ class Saved:
     grad_switches: list[int] = field(default_factory=list)
     forward_events: int = 0
     unit_of: dict[int, int] = field(default_factory=dict)
+    of_one_call: set[int] = field(default_factory=set)
 
 
 class SavesRecorder(CountingMode, StepRecorder):
@@ -146,6 +149,7 @@ class SavesRecorder(CountingMode, StepRecorder):
         self._units = Units(() if sharded is None else sharded.modules())
         for number, unit in enumerate(self._sharded):
             self.saved.unit_of.update((fake.storage_key(p), number) for p in unit.parameters)
+        self.saved.of_one_call.update(map(fake.storage_key, module.parameters()))
         self._names = {id(part): name for name, part in module.named_modules()}
         self._inside = [""]
         self._finalizers: list[Any] = []  # weak references: their callbacks run while they are held
@@ -170,8 +174,9 @@ class SavesRecorder(CountingMode, StepRecorder):
         return out
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """The context of the module's forward."""
+    def forward(self, arguments: Any) -> Iterator[None]:
+        """The context of the module's forward with such arguments."""
+        self.saved.of_one_call.update(map(self.memory_of, tensors_in(arguments)))
         self._in_forward = self.under_a_mode = True
         before = every_module.register_module_forward_pre_hook(self._enter)
         after = every_module.register_module_forward_hook(self._leave, always_call=True)
@@ -372,5 +377,5 @@ class AroundForward(torch.nn.Module):
         self._target, self._recorder = [module], recorder
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._recorder.forward():
+        with self._recorder.forward((args, kwargs)):
             return self._target[0](*args, **kwargs)

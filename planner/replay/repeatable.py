@@ -150,7 +150,9 @@ class Repeatable:
         for storage in set(call.operands).difference(own, made_before, (-1,)):
             if self._last_write(storage) > index:
                 return "what it reads is written afterwards"
-        if any(self._last_outside_write.get(key, -1) > index for key in call.outside_read):
+        last, of_one_call = self._last_outside_write, self._saved.of_one_call
+        # A buffer that was written before is written again where a second call comes before the backward.
+        if any(k in last and (last[k] > index or k not in of_one_call) for k in call.outside_read):
             return "a parameter, buffer or input that it reads is written afterwards"
         return None
 

@@ -145,8 +145,7 @@ class Slots:
         """Whether a slot's value can be made again: of its bits, or by calls that were all noted."""
         if slot in self.unpack and self.tensors.get(self._bits[slot]) is not None:
             return True
-        makers = self._makers.get(slot, (-1,))
-        return all(maker in self.recipes for maker in makers)
+        return all(maker in self.recipes for maker in self._makers.get(slot, (-1,)))
 
     def _watch(self, slot: int, tensor: torch.Tensor, *, writes: bool = False) -> None:
         """Hold a kept slot by the tensor whose version counter counts the user's writes: Python's tensor of a

@@ -50,7 +50,7 @@ class UnplannedMemory:
 
     def _change_by(self, change: int) -> None:
         """Compare the bytes, which were the same since the last change, with the least room; change them."""
-        position = self._position()
+        position = max(self._position(), self._last_position)  # an error may have ended the step
         least_room = min(self._room[self._last_position : position + 1])
         self.excess_bytes = max(self.excess_bytes, self._bytes - least_room)
         self._last_position, self._bytes = position, self._bytes + change

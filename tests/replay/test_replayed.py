@@ -438,6 +438,52 @@ def test_what_is_changed_in_place_after_the_forward_is_an_error() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("written", [lambda h: h, lambda h: h[:, :2], Tensor.detach])
+def test_a_result_that_is_changed_after_it_was_saved_is_an_error(written: Callable[[Tensor], Tensor]) -> None:
+    """As without a plan, although the plan would make it again as it was."""
+    model = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(32, 32), nn.Tanh())))
+    model.append(nn.Linear(32, 1)).append(nn.Flatten(0))
+    _planned(model, torch.randn(64, 32), loss=Tensor.sum).apply(model)
+    for part in model[1:-1:2]:
+        model.zero_grad()
+        results: list[Tensor] = []
+        hook = part.register_forward_hook(lambda *call, results=results: results.append(call[-1]))
+        loss = model(torch.randn(64, 32)).sum()
+        hook.remove()
+        with torch.no_grad():
+            written(results[0]).mul_(2)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace|changed in place"):
+            loss.backward()
+
+
+class Averages(nn.Module):
+    """Updates a buffer, and reads it, in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.register_buffer("average", torch.zeros(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+            with torch.no_grad():
+                self.average.lerp_(x.mean(0), 0.1)
+            x = (x - self.average).sin()
+        return x.square().mean()
+
+
+def test_a_buffer_that_each_call_writes_and_reads_may_change_before_the_backward() -> None:
+    """As of spectral normalisation, in a discriminator that is called for what is real and what is not."""
+    torch.manual_seed(0)
+    model, x = Averages(), torch.randn(64, 32)
+    plan, eager = _planned(model, x), copy.deepcopy(model)
+    assert plan.recomputed_operations
+    plan.apply(model)
+    with pytest.warns(planner.PlanWarning, match="awaits its backward"):
+        assert _same(model, eager, lambda one: (one(x) + one(-x)).backward())
+
+
 def test_larger_inputs_are_predicted() -> None:
     torch.manual_seed(0)
     model = Encoder(1)

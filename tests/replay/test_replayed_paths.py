@@ -1,6 +1,7 @@
 """Replayed plans on paths, and with sizes, that the plan has not seen: exact, and told of."""
 
 import copy
+import sys
 import warnings
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import planner
+from planner.replay.unplanned_memory import UnplannedMemory
 from planner.verification.measure import measure_peak
 from tests.replay.test_replayed import _planned, _same
 
@@ -179,3 +181,16 @@ def test_on_another_path_what_cannot_be_read_again_is_kept(build: Any) -> None:
     plan.apply(model)
     model.other = eager.other = True
     assert _same(model, eager, lambda one: one(x).backward())
+
+
+def test_memory_that_is_freed_after_an_error_has_ended_the_step_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raised: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    position, made = 2, [torch.empty(1)]
+    memory = UnplannedMemory([8, 8, 8], lambda: position)
+    memory.call_made([], made)
+    position = 0  # as of a step that is gone
+    made.clear()
+    assert not raised
