@@ -147,7 +147,7 @@ def _setting(value: Any, seen: dict[int, Any] | None = None, deep: int = _DEEP) 
             return ""
         if value and not isinstance(value, tuple | frozenset):  # equal ones of these may be one object
             seen[id(value)] = value
-        items = value.items() if isinstance(value, dict) else ((None, held) for held in value)
+        items = list(value.items()) if isinstance(value, dict) else [(None, held) for held in value]
         found = [(_setting(name), _setting(held, seen, deep - 1)) for name, held in items]
         found = [(name, text) for name, text in found if text]
         return f"{type(value).__name__} {sorted(found) if isinstance(value, set | frozenset) else found}"
