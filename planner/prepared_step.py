@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Unpack
 
+import torch
+
 from planner.planfile.budget import parse_budget
 from planner.planfile.fingerprint import state_digest
 from planner.planning.options import PreparedKeywords, check_options, read_options, shows_options
@@ -22,6 +24,7 @@ class PreparedStep:
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
+        self._trained, self._modes = _trained(prepared.model), _modes(prepared.model)
 
     @shows_options(PreparedKeywords)
     def plan(
@@ -35,7 +38,8 @@ class PreparedStep:
             **options: See :class:`planner.planning.options.PlanOptions`.
 
         Raises:
-            InputError: Parameters or buffers of the model have other shapes than when it was prepared.
+            InputError: Parameters or buffers of the model have other shapes than when it was prepared,
+                others train, or a part of it is in another mode.
 
         All other errors are those of :func:`planner.plan`.
         """
@@ -48,6 +52,16 @@ class PreparedStep:
                 f"parameters or buffers of the {type(model).__name__} have changed since planner.prepare(): "
                 "prepare it again"
             )
+        if changed := _trained(model) ^ self._trained:
+            raise InputError(
+                f"{min(changed)} has another requires_grad than at planner.prepare(): prepare the "
+                f"{type(model).__name__} again"
+            )
+        if changed := _modes(model) ^ self._modes:
+            raise InputError(
+                f"{min(changed)} is in another mode, of training or evaluation, than at planner.prepare(): "
+                f"prepare the {type(model).__name__} again"
+            )
         # What is not said here is as it was said to `prepare`.
         prepared = replace(self._prepared, options=replace(self._prepared.options, **options))
         return Plan.of(plan_prepared(prepared, budget, progress=progress or no_report))
@@ -56,3 +70,13 @@ class PreparedStep:
         graph = self._prepared.problem.graph
         name = type(self._prepared.model).__name__
         return f"<PreparedStep of {name}: {len(graph.ops):,} operations, for {self._prepared.device.name}>"
+
+
+def _trained(model: torch.nn.Module) -> set[str]:
+    """The names of the parameters that train."""
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _modes(model: torch.nn.Module) -> set[str]:
+    """The names of the parts that are in another mode than the module itself."""
+    return {name for name, part in model.named_modules() if part.training is not model.training}

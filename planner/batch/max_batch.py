@@ -31,6 +31,7 @@ from planner.planning.solve import find_solver
 from planner.planning.split import in_pieces
 from planner.progress import Progress
 from planner.training_step.inputs import InputError, check_loss, check_model
+from planner.training_step.step import tensors_in
 
 PIECES = 32
 """In how many pieces a step of any batch is, with ``split=``: batches are alike then."""
@@ -91,15 +92,20 @@ def max_batch(
     refuse_in_flight("max_batch", given)
     given = given.without_timing()
     check_loss(given.loss)
-    wanted = parse_budget(budget, 2**60)
-    if wanted.bytes is None or wanted.text.endswith("%"):
-        raise BudgetError(f'budget {wanted.text!r} depends on the batch: give bytes, as "32GiB"')
+    most_bytes = parse_budget(budget, 2**60)
+    if most_bytes.bytes is None or most_bytes.text.endswith("%"):
+        raise BudgetError(f'budget {most_bytes.text!r} depends on the batch: give bytes, as "32GiB"')
     find_solver(solver)
 
+    sizes: list[tuple[int, list[torch.Size]]] = []
+
     def capture(size: int, like: Prepared | None) -> Prepared:
+        wanted = step(model, make_args, size, given.loss, given.outputs)
+        sizes.append((size, [tensor.shape for tensor in tensors_in((wanted.args, dict(wanted.kwargs)))]))
+        _check_samples(*sizes[0], *sizes[-1])
         prepared = prepare(
             model,
-            replace(step(model, make_args, size, given.loss, given.outputs), training=given.training),
+            replace(wanted, training=given.training),
             given,
             progress=lambda text, _: search.tell(f"batch {size}: {text}"),
             like=like,
@@ -115,7 +121,7 @@ def max_batch(
 
     search = BatchSearch(
         SizedSteps(capture),
-        wanted,
+        most_bytes,
         solver=solver,
         effort=given.effort,
         time_limit=time_limit,
@@ -123,3 +129,22 @@ def max_batch(
         progress=progress,
     )
     return search.run(min(start, most), max_overhead, OVERHEADS)
+
+
+def _check_samples(first: int, shapes: list[torch.Size], size: int, found: list[torch.Size]) -> None:
+    """Check that the inputs of a batch have as many samples as were asked for, by those of another batch.
+
+    Raises:
+        InputError: They have fewer, as slices of a data set do.
+    """
+    if [len(shape) for shape in shapes] != [len(shape) for shape in found]:
+        return
+    pairs = [
+        pair for shape, other in zip(shapes, found, strict=True) for pair in zip(shape, other, strict=True)
+    ]
+    made = {now for before, now in pairs if before == first != now}
+    if made and max(made) < size and size > first:
+        raise InputError(
+            f"make_args({size}) makes {max(made)} samples, and make_args({first}) as many as it is asked "
+            f"for: make as many or more, or pass most={max(made)}"
+        )

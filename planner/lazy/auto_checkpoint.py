@@ -51,7 +51,8 @@ def auto_checkpoint(
         on_new_shape: What to do with inputs of other shapes, see :meth:`Plan.apply`. If it is left out,
             "reapply" with example inputs; without them "replan", as the first batch need not be the largest.
         cache: A file for the plan: it is written there, and read instead of planning where it is for the same
-            module, inputs no smaller than these, budget and options. Otherwise it is replaced.
+            module with the same code and settings, inputs no smaller than these, other arguments, budget and
+            options. Otherwise it is replaced.
         progress: See :func:`planner.plan`.
         **options: See :class:`planner.planning.options.PlanOptions`.
 

@@ -1,7 +1,10 @@
 """Whether the plan in a file is the one that would be made now."""
 
 import contextlib
+import enum
 import hashlib
+import inspect
+import os
 from collections.abc import Mapping
 from functools import partial
 from types import CodeType, FunctionType
@@ -23,7 +26,14 @@ from planner.planfile.plan import PlanRecord, TensorRecord
 from planner.planning.make_plan import input_records
 from planner.planning.one_backend import device_of
 from planner.planning.options import PlanOptions
-from planner.training_step.python_state import belongs_to, referred
+from planner.training_step.python_state import (
+    MOST_ELEMENTS,
+    belongs_to,
+    globals_named_in,
+    is_of_users,
+    referred,
+    with_those_named,
+)
 from planner.training_step.step import Step
 from planner.version import __version__
 
@@ -34,18 +44,28 @@ _NOT_RECORDED = (
 """Options that no other field of a plan records."""
 
 
-def made_of(model: torch.nn.Module, options: Mapping[str, Any]) -> dict[str, str]:
-    """Entries of ``created_with``: the options and sizes that no other field of a plan records."""
-    trainable = [p.numel() for p in model.parameters() if p.requires_grad]
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, type, enum.Enum)
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_DEEP = 8
+"""So many containers and objects inside each other are looked into."""
+_MOST_OBJECTS = 20_000
+_OF_EVERY_MODULE = frozenset({*vars(torch.nn.Module()), "_compiled_call_impl"})
+
+
+def made_of(model: torch.nn.Module, options: Mapping[str, Any], step: Step | None = None) -> dict[str, str]:
+    """Entries of ``created_with``: the options, sizes and settings that no other field of a plan records."""
+    trainable = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     given = [f"{name}={_shown(options[name])}" for name in _NOT_RECORDED if options.get(name)]
     asked = PlanOptions(**options)
     device, ranks = find_device(asked.device, device_of(model, Step())), read_parallel(asked.parallel)
     shape_of = None if ranks is None else Rank(ranks).shape_of
     update = optimizer_step(asked.optimizer, parameters_of(model), device, shape_of=shape_of)
+    which = hashlib.sha256("\n".join(trainable).encode(errors="replace")).hexdigest()[:8]
     return {
         "module code": _code_of(model),
+        "arguments": _label(_arguments(step or Step())) or "none",
         "optimizer": f"{update.state_bytes:,} bytes, and {update.transient_bytes:,} in its step",
-        "trainable": f"{sum(trainable):,} parameters in {len(trainable)} tensors",
+        "trainable": f"{sum(trainable.values()):,} parameters in {len(trainable)} tensors ({which})",
         "options": _label(" ".join(given)) or "none",
     }
 
@@ -54,18 +74,92 @@ def _code_of(model: torch.nn.Module) -> str:
     """A digest of what decides a forward beside parameters: classes and their code, settings, modes."""
     lines, parts = list[str](), named_parts(model)
     for path, part in parts.items():
-        kind, own, settings = type(part), vars(part), ""
+        kind, settings = type(part), ""
         # A user's may show what changes from run to run.
         if belongs_to(getattr(kind.extra_repr, "__module__", None), "torch"):
             with contextlib.suppress(Exception):  # as of a class that sets none of what it shows
                 settings = part.extra_repr()
-        replaced = _shown(own["forward"]) if "forward" in own else ""
+        own = {name: value for name, value in vars(part).items() if name not in _OF_EVERY_MODULE}
         mode = part.training is model.training
-        lines.append(f"{path} {kind.__qualname__} {settings} {mode} {replaced}")
-    for kind in dict.fromkeys(base for part in parts.values() for base in type(part).__mro__):
+        lines.append(f"{path} {kind.__qualname__} {settings} {mode} {_setting(own)}")
+    kinds = dict.fromkeys(base for part in parts.values() for base in type(part).__mro__)
+    functions = list[FunctionType]()
+    for kind in kinds:
         if not belongs_to(kind.__module__, "torch", "builtins"):
-            lines += [_read(f.__code__) for f in vars(kind).values() if isinstance(f, FunctionType)]
+            held = {name: getattr(value, "__func__", value) for name, value in vars(kind).items()}
+            written = [value for value in held.values() if isinstance(value, FunctionType)]
+            functions += [*written, *(f for f in map(inspect.unwrap, written) if isinstance(f, FunctionType))]
+            lines.append(_setting({n: v for n, v in held.items() if n[:2] != "__"}))
+    known = dict.fromkeys(functions)
+    lines += [_setting(_plain_among(globals_named_in(function))) for function in known]
+    files = {kind.__module__ for kind in kinds}
+    # Those of other files are libraries', and reach as far as what downloads models.
+    lines += [_shown(f) for f in with_those_named([*known]) if f in known or f.__module__ in files]
     return hashlib.sha256("\n".join(lines).encode(errors="replace")).hexdigest()[:16]
+
+
+def _plain_among(variables: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in variables.items() if isinstance(value, _PLAIN)}
+
+
+def _arguments(step: Step) -> str:
+    """The arguments of a step that are no tensors and no data."""
+    named = {**{f"args[{place}]": value for place, value in enumerate(step.args)}, **step.kwargs}
+    found = {name: _setting(value) for name, value in named.items() if not _is_data(value)}
+    return " ".join(f"{name}={text}" for name, text in found.items() if text)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether an argument is a part of a batch, which differs from run to run, as captions and ids do."""
+    if isinstance(value, Mapping):
+        return any(map(_is_data, value.values()))
+    if isinstance(value, tuple):
+        return any(isinstance(held, str) or _is_data(held) for held in value)
+    return isinstance(value, list | torch.Tensor)
+
+
+def _setting(value: Any, seen: dict[int, Any] | None = None, deep: int = _DEEP) -> str:
+    """A value that may decide what a forward does, in words that other runs use too.
+
+    Empty where it is something else, and for an object that holds something else: a trainer among the
+    attributes of a module has files and times of its run.
+
+    Args:
+        value: An argument, or an attribute of a module.
+        seen: Containers and objects that were looked into.
+        deep: How many of these may yet be inside each other.
+    """
+    seen = {} if seen is None else seen
+    if isinstance(value, str) and os.sep in value:
+        return "path"  # of a folder of this run, say
+    if isinstance(value, type):
+        return value.__qualname__
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, _OF_TORCH):
+        return str(value)
+    if id(value) in seen:
+        return "again"
+    if isinstance(value, torch.Tensor | torch.nn.Module) or not deep or len(seen) > _MOST_OBJECTS:
+        return ""
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        if len(value) > MOST_ELEMENTS:
+            return ""
+        if value and not isinstance(value, tuple | frozenset):  # equal ones of these may be one object
+            seen[id(value)] = value
+        items = list(value.items()) if isinstance(value, dict) else [(None, held) for held in value]
+        found = [(_setting(name), _setting(held, seen, deep - 1)) for name, held in items]
+        found = [(name, text) for name, text in found if text]
+        return f"{type(value).__name__} {sorted(found) if isinstance(value, set | frozenset) else found}"
+    if not is_of_users(value):
+        return _shown(value) if callable(value) else ""
+    seen[id(value)] = value
+    found = []
+    for name, held in vars(value).items():
+        if not (text := _setting(held, seen, deep - 1)):
+            return ""
+        found.append((name, text))
+    return f"{type(value).__qualname__} {found}"
 
 
 def _threads(device: Device) -> str | None:
@@ -108,7 +202,7 @@ def mismatch(
         ("in_flight", plan.target.in_flight, asked.in_flight),
         ("backend_options", plan.target.backend_options, dict(asked.backend_options)),
         ("parallel", parallel_of(plan.target.parallel), ranks),
-        *((name, plan.created_with.get(name), now) for name, now in made_of(model, options).items()),
+        *((name, plan.created_with.get(name), now) for name, now in made_of(model, options, step).items()),
     ]
     if not same_class(plan.model.class_name, class_name(model)):
         return f"of a {plan.model.class_name}"
@@ -157,8 +251,10 @@ def _shown(value: Any, around: tuple[Any, ...] = ()) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)}"
     if isinstance(value, partial):
-        named = [f"{name}={_shown(part)}" for name, part in value.keywords.items()]
-        return f"partial({', '.join([*map(_shown, (value.func, *value.args)), *named])})"
+        around = (*around, value)
+        given = [_shown(part, around) for part in (value.func, *value.args) if part not in around]
+        given += [f"{name}={_shown(part, around)}" for name, part in value.keywords.items()]
+        return f"partial({', '.join(given)})"
     if not callable(value):
         return type(value).__name__ if str(value) == object.__repr__(value) else str(value)
     name = str(getattr(value, "__qualname__", type(value).__name__))
@@ -166,8 +262,10 @@ def _shown(value: Any, around: tuple[Any, ...] = ()) -> str:
     if code is None:
         return name
     around = (*around, value)
-    others = [f for f in referred(value) if isinstance(f, FunctionType | partial) and f not in around]
-    does = "".join([_read(code), *(_shown(f, around) for f in others)])
+    held = referred(value)
+    others = [f for f in held if isinstance(f, FunctionType | partial) and f not in around]
+    plain = [v for v in held if isinstance(v, _PLAIN)]
+    does = "".join([_read(code), *(_shown(f, around) for f in others), *map(_setting, plain)])
     return f"{name} {hashlib.sha256(does.encode()).hexdigest()[:12]}"
 
 

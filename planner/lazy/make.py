@@ -130,7 +130,8 @@ def planned_or_cached(model: torch.nn.Module, step: Step, wanted: Wanted) -> Mad
     seconds = time.perf_counter() - started
     end = ""
     if cache is not None:
-        noted = {**plan.created_with, **made_of(model, wanted.given), "own_checkpoints": _on_or_off(wanted)}
+        made = made_of(model, wanted.given, step)
+        noted = {**plan.created_with, **made, "own_checkpoints": _on_or_off(wanted)}
         plan = plan.model_copy(update={"created_with": noted}).remember(wanted.options)
         end = f"; {os.fspath(cache)}" + (f", which {why}" if why else "")
         try:

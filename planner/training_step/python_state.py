@@ -94,7 +94,7 @@ class PythonState:
         classes = dict.fromkeys(base for part in self.modules for base in type(part).__mro__)
         of_classes = [f for kind in classes for f in _functions_of(kind)]
         noted = [f for f in self._functions if isinstance(f, FunctionType)]
-        functions = _with_those_named([*of_classes, *noted])
+        functions = with_those_named([*of_classes, *noted])
         own = [kind for kind in classes if not _is_library(kind)]
         named = [v for f in functions for v in globals_named_in(f).values()]
         known = [v for v in named if is_generator(v) or _is_iterator(v) or (objects and _holds_stepping(v))]
@@ -265,7 +265,7 @@ class PythonState:
                             self._pending[1].append(vars(held))
 
 
-def _with_those_named(functions: list[FunctionType]) -> list[FunctionType]:
+def with_those_named(functions: list[FunctionType]) -> list[FunctionType]:
     """Functions, and those of users that they call by the name of a global variable, and so on."""
     found, pending = dict.fromkeys(functions), list(functions)
     while pending:

@@ -9,6 +9,7 @@ import torch
 import planner
 import planner.planning.prepare as planning_prepare
 from planner.batch.interpolate import SizedSteps
+from planner.batch.max_batch import _check_samples
 from planner.batch.points import MaxBatch
 from planner.costs.devices import find_device
 from planner.costs.optimizer_step import OptimizerStep, optimizer_step
@@ -139,6 +140,17 @@ def test_a_budget_that_depends_on_the_batch_is_refused(budget: str) -> None:
 def test_arguments_that_are_none_are_refused() -> None:
     with pytest.raises(InputError, match=r"make_args\(4\)"):
         planner.max_batch(small_gpt(layers=1)[0], lambda batch: batch, "8MiB")
+
+
+def test_inputs_of_fewer_samples_than_there_are_in_a_batch_are_refused() -> None:
+    data = torch.empty(100, 32)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh())
+    with pytest.raises(InputError, match=r"makes 100 samples, and make_args\(4\) .* pass most=100"):
+        planner.max_batch(model, lambda batch: (data[:batch],), "300KiB")
+    # Exact, rounded up, and dimensions that are none of samples.
+    of_others = [(4, 231), (4, 232), (2, 100), (5, 100), (4, 4)]
+    for first, found in of_others:
+        _check_samples(4, [torch.Size([first, 7])], 231, [torch.Size([found, 7])])
 
 
 def test_inputs_that_are_the_same_for_each_batch_are_refused() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -228,7 +229,7 @@ def test_what_a_kept_plan_is_not_for() -> None:
     assert reason(optimizer="adam").startswith("optimizer 0 bytes, and 0 in its step, now ")
     assert reason(Layers(3)) == "of other parameters or buffers"
     assert reason(nn.Linear(2, 2)) == "of a tests.side_by_side.Layers"
-    assert reason(Layers(2).requires_grad_(False)).startswith("trainable 8,384 parameters in 8 tensors, now")
+    assert reason(Layers(2).requires_grad_(False)).startswith("trainable 8,384 parameters in 8 tensors (")
     with torch.autocast("cpu", torch.bfloat16):
         assert reason() == "autocast [], now ['cpu:bfloat16']"
     assert reason(in_flight=4) == "in_flight None, now 4"
@@ -268,9 +269,81 @@ def test_modules_of_alike_parameters_that_compute_something_else_are_told_apart(
 
 
 def _function(text: str) -> Any:
-    scope: dict[str, Any] = {}
+    scope: dict[str, Any] = {"__name__": __name__}
     exec(text, scope)
     return scope["forward"]
+
+
+@dataclass
+class _Config:
+    depth: int = 2
+    mode: str = "fast"
+
+
+class _Set(nn.Module):
+    """A module whose attributes are settings that its forward reads."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        vars(self).update(settings)
+
+
+class _Run:
+    """What differs from run to run, as a trainer does."""
+
+    def __init__(self) -> None:
+        self.tensor, self.at, self.me = torch.zeros(1), id(self), self
+
+
+def _code(model: nn.Module) -> str:
+    return made_of(model, {})["module code"]
+
+
+def test_modules_with_other_settings_are_told_apart() -> None:
+    def layer(**settings: Any) -> nn.Module:
+        return nn.TransformerEncoderLayer(4, 2, 8, **settings)
+
+    layers = [layer(), layer(activation="gelu"), layer(norm_first=True)]
+    layers += [_Set(depth=2), _Set(depth=3), _Set(config=_Config()), _Set(config=_Config(3))]
+    layers += [_Set(act=torch.relu), _Set(act=torch.tanh), _Set(act=len), _Set(act=lambda x: x + 1)]
+    layers += [_Set(sizes=[3, {"a": (4, 5)}]), _Set(sizes=[3, {"a": (4, 6)}]), _Set(dtype=torch.half)]
+    assert len({*map(_code, layers)}) == len(layers)
+    assert _code(layer()) == _code(layers[0])
+    assert _code(_Set(config=_Config())) == _code(layers[5])
+    assert _code(_Set(run=_Run(), to="runs/1")) == _code(_Set(run=_Run(), to="runs/2"))
+
+
+def test_code_that_a_forward_calls_by_name_or_behind_a_decorator_is_told_apart() -> None:
+    def module(text: str) -> nn.Module:
+        return type("Part", (nn.Module,), {"__module__": __name__, "forward": _function(text)})()
+
+    calls = "def half(x):\n    return x / {0}\ndef forward(self, x):\n    return half(x)"
+    names = "DEPTH = {0}\ndef forward(self, x):\n    return x * DEPTH"
+    wrapped = (
+        "import functools\ndef forward(self, x):\n    return x * {0}\n"
+        "inner = forward\n@functools.wraps(inner)\ndef forward(self, *args):\n    return inner(self, *args)"
+    )
+    within = "def make(n):\n    return lambda self, x: x * n\nforward = make({0})"
+    for text in (calls, names, wrapped, within):
+        first, second, again = (_code(module(text.format(n))) for n in (2, 3, 2))
+        assert first == again != second
+
+
+def test_other_arguments_and_other_frozen_parameters_of_the_same_size_are_told_apart() -> None:
+    def arguments(*args: Any, **kwargs: Any) -> str:
+        return made_of(Layers(1), {}, Step(args, kwargs))["arguments"]
+
+    x = torch.ones(2)
+    assert arguments(x) == "none"
+    assert arguments(x, depth=3, mode="a", keep=None) == "depth=3 mode='a' keep=None"
+    given = [(1,), (2,), ("a",), (True,), ((2, 3),), ((2, 4),), (_Config(),), (_Config(3),), ({"n": 1},)]
+    assert len({arguments(*args) for args in given}) == len(given)
+    batch = ["a cat"], {"x": x, "id": 3}, ("a", "b"), [3, 4]
+    assert arguments(*batch) == "none"
+    frozen = [Layers(2), Layers(2)]
+    for model, part in zip(frozen, (0, 1), strict=True):
+        model.layers[part].requires_grad_(False)
+    assert len({made_of(model, {})["trainable"] for model in frozen}) == 2
 
 
 def test_all_of_the_options_that_are_given_counts() -> None:

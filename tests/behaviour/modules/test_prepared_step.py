@@ -50,6 +50,15 @@ def test_what_is_wrong_is_said_and_the_step_stays_of_use() -> None:
         prepared.plan("1%", solver="sqrt_n")
     with pytest.raises(SelectionError, match=r"layers\.9"):
         prepared.plan("min", keep=["layers.9"])
+    frozen, part = model.get_parameter("layers.1.0.bias"), model.get_submodule("layers.1.2")
+    frozen.requires_grad_(False)
+    with pytest.raises(InputError, match=r"layers\.1\.0\.bias has another requires_grad than at"):
+        prepared.plan("min")
+    frozen.requires_grad_()
+    part.eval()
+    with pytest.raises(InputError, match=r"layers\.1\.2 is in another mode"):
+        prepared.plan("min")
+    model.eval()  # all of it: the plan is for training all the same
     assert prepared.plan("min", solver="sqrt_n").graphs[0].recomputed
     model.get_submodule("layers.0")[0] = nn.Linear(32, 64, bias=False)  # type: ignore[operator]
     with pytest.raises(InputError, match="prepare it again"):
