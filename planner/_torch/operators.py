@@ -43,6 +43,7 @@ def writes(operator: Any) -> bool:
     return isinstance(operator, OpOverload) and operator._schema.is_mutable
 
 
+@cache
 def name_of(operator: OpOverload) -> str:
     """An operator's name without its overload, as in ``aten::add``."""
     name: str = operator._schema.name
@@ -80,13 +81,16 @@ def not_asked_for(operator: Any, args: Sequence[Any]) -> tuple[int, ...]:
 
     Kernels return nothing there, or memory that nobody reads; shape functions do not always agree with them.
     """
-    if not isinstance(operator, OpOverload):
+    position = _position_of_mask(operator) if isinstance(operator, OpOverload) else None
+    if position is None or position >= len(args) or len(args[position]) != len(operator._schema.returns):
         return ()
-    schema = operator._schema
-    for argument, value in zip(schema.arguments, args, strict=False):
-        if argument.name == "output_mask" and len(value) == len(schema.returns):
-            return tuple(i for i, asked in enumerate(value) if not asked)
-    return ()
+    return tuple(i for i, asked in enumerate(args[position]) if not asked)
+
+
+@cache
+def _position_of_mask(operator: OpOverload) -> int | None:
+    names = [argument.name for argument in operator._schema.arguments]
+    return names.index("output_mask") if "output_mask" in names else None
 
 
 def asked_for(operator: Any, args: Sequence[Any], results: Any) -> Any:
@@ -158,7 +162,7 @@ def is_collective(operator: Any) -> bool:
 
 def waits(operator: Any) -> bool:
     """Whether an operator waits for the result of a collective, which is its argument, and returns that."""
-    return is_collective(operator) and operator._schema.name == "_c10d_functional::wait_tensor"
+    return is_collective(operator) and name_of(operator) == "_c10d_functional::wait_tensor"
 
 
 _READ_WHILE_THEY_RUN = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
@@ -166,7 +170,7 @@ _READ_WHILE_THEY_RUN = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_
 
 def reads_until_waited_for(operator: Any) -> bool:
     """Whether a collective reads its argument until its result is waited for; others copy it first."""
-    return is_collective(operator) and operator._schema.name.partition("::")[2] in _READ_WHILE_THEY_RUN
+    return is_collective(operator) and name_of(operator).partition("::")[2] in _READ_WHILE_THEY_RUN
 
 
 def takes_item(target: Any) -> bool:
@@ -182,7 +186,12 @@ def may_draw(operator: Any) -> bool:
 
 def sized_by_data(operator: Any) -> bool:
     """Whether the shapes of an operator's results depend on data (``nonzero``, ``masked_select``)."""
-    return isinstance(operator, torch._ops.OpOverload) and torch.Tag.dynamic_output_shape in operator.tags
+    return isinstance(operator, OpOverload) and _has_tag(operator, torch.Tag.dynamic_output_shape)
+
+
+@cache
+def _has_tag(operator: OpOverload, tag: torch.Tag) -> bool:
+    return tag in operator.tags
 
 
 def waits_for_data(operator: Any) -> bool:

@@ -67,12 +67,12 @@ def is_lent(tensor: torch.Tensor) -> bool:
 _HOLD_THEIR_DATA = (torch.Tensor, torch.nn.Parameter)
 
 
+@functools.cache
 def is_wrapper(kind: type) -> bool:
     """Whether tensors of a class hold others that have their data, as DTensors do."""
     return kind not in _HOLD_THEIR_DATA and (is_traceable_wrapper_subclass_type(kind) or is_opaque(kind))
 
 
-@functools.cache
 def is_opaque(kind: type) -> bool:
     """Whether tensors of a class run operators in their own way, and do not say which tensors they hold."""
     runs: Any = getattr(kind, "__torch_dispatch__", None)

@@ -124,12 +124,13 @@ def why_not_noted(func: Any, args: Any, kwargs: Any) -> str | None:
 
     A generator has moved on by then. Memory of a sparse tensor is no operand: nothing keeps it until then.
     """
-    given = (*args, *(kwargs or {}).values())
-    for one in (x for value in given for x in (value if isinstance(value, list | tuple) else (value,))):
-        if isinstance(one, torch.Generator):
-            return "it draws from a generator that it was handed"
-        if isinstance(one, torch.Tensor) and one.layout in SPARSE:
-            return "it reads a sparse tensor"
+    for value in (*args, *(kwargs or {}).values()):
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(one, torch.Tensor):
+                if one.layout in SPARSE:
+                    return "it reads a sparse tensor"
+            elif isinstance(one, torch.Generator):
+                return "it draws from a generator that it was handed"
     return "autocast may cast what it calls inside" if casts_inside(func) else None
 
 

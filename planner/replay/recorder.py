@@ -23,7 +23,6 @@ from planner._torch.versions import version_of
 from planner._torch.without_data.ctc_loss import lengths_are_tensors
 from planner._torch.without_data.forms import Form, is_plain
 from planner._torch.without_data.one_hot import OneHotAsWithData
-from planner._torch.without_data.plain import ASKS_FOR_DEVICE
 from planner.parallel.fully_shard import ShardedUnits
 from planner.parallel.units import ROOT, Units
 from planner.replay.calls import (
@@ -159,10 +158,13 @@ class SavesRecorder(CountingMode, StepRecorder):
         # number of operators that had written to that storage.
         self._read: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], int | None, int]] = {}
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.seen(func, types, args, kwargs)  # Dynamo wraps the method that would be inherited
+
     def dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, and record it with its details."""
         out = super().dispatched(func, types, args, kwargs)
-        if func is ASKS_FOR_DEVICE or self._paused or out is NotImplemented:
+        if self._paused or out is NotImplemented:
             return out
         events, details = self.recording.events, self.saved.details
         if len(events) == len(details):
@@ -222,19 +224,23 @@ class SavesRecorder(CountingMode, StepRecorder):
             # An odd number of switches: gradients were off at the last call.
             if torch.is_grad_enabled() is bool(len(self.saved.grad_switches) % 2):
                 self.saved.grad_switches.append(position)
-        operands = list(operands_of(args, kwargs))
+        operands, results = list(operands_of(args, kwargs)), list(results_of(out))
+        numbers = tuple(map(self.index_of, operands))
         # The statistics of a batch normalisation are no operands in training: a re-run gets none.
         writes = [] if is_batch_norm(func) else written_operands(func, args, kwargs)
         reads = operands[:3] if is_batch_norm(func) and len(args) > 5 and args[5] else operands
         if self._in_forward:
-            self._count_writes(operands, writes, results_of(out))
+            for tensor, number in zip(operands, numbers, strict=True):
+                self._check_counter(tensor, number)
+            self._count_writes(writes, results)
+            self._note_reads(reads, {self.memory_of(t) for t in writes})
         return CallDetails(
             position,
-            tuple(map(self.index_of, operands)),
-            tuple(map(self.index_of, results_of(out))),
+            numbers,
+            tuple(map(self.index_of, results)),
             tuple(map(self.index_of, writes)),
             why_not_noted(func, args, kwargs),
-            self._outside(self._note_reads(reads, {self.memory_of(t) for t in writes})),
+            tuple(self.memory_of(t) for t, number in zip(reads, numbers, strict=False) if number < 0),
             self._outside(writes),
             self._outside(statistics_of(func, args)),
             self._inside[-1] if self._in_forward else "",
@@ -243,11 +249,7 @@ class SavesRecorder(CountingMode, StepRecorder):
             marks_here() if self._in_forward else (),
         )
 
-    def _count_writes(
-        self, operands: list[torch.Tensor], writes: list[torch.Tensor], results: Iterator[torch.Tensor]
-    ) -> None:
-        for tensor in operands:
-            self._check_counter(tensor)
+    def _count_writes(self, writes: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         for number in map(self.index_of, writes):
             if number in self._versions:
                 self._versions[number] += 1  # PyTorch counts it when this call has returned
@@ -255,25 +257,23 @@ class SavesRecorder(CountingMode, StepRecorder):
             if (number := self.index_of(tensor)) >= 0:
                 self._versions.setdefault(number, version_of(tensor) or 0)
 
-    def _check_counter(self, tensor: torch.Tensor) -> None:
-        number = self.index_of(tensor)
+    def _check_counter(self, tensor: torch.Tensor, number: int) -> None:
         version = version_of(tensor)  # None of a tensor of inference mode, whose writes nothing counts
         if version is None or self._versions.get(number, version) != version:
             self.saved.own_counters.add(number)
 
-    def _note_reads(self, reads: list[torch.Tensor], written: set[int]) -> list[torch.Tensor]:
-        for tensor in reads if self._in_forward else ():
+    def _note_reads(self, reads: list[torch.Tensor], written: set[int]) -> None:
+        for tensor in reads:
             base = tensor if tensor._base is None or tensor._base.layout in SPARSE else tensor._base
             key = id(base), self.memory_of(base)
             self._look_at(key, len(self.recording.events) - 1)
             version = None if key[1] in written else version_of(base)  # which PyTorch counts after the call
             self._read[key] = weakref.ref(base), version, self.writes[key[1]]
-        return reads
 
     def _look_for_changes(self) -> None:
         for key, (tensor_of, _, _) in self._read.items():
             if (tensor := tensor_of()) is not None:
-                self._check_counter(tensor)
+                self._check_counter(tensor, self.index_of(tensor))
                 self._look_at(key, len(self.recording.events))
         self._read.clear()
 
@@ -320,7 +320,7 @@ class SavesRecorder(CountingMode, StepRecorder):
         saved.saves.append(save)
         if number < 0:
             return tensor
-        self._check_counter(tensor)
+        self._check_counter(tensor, number)
         with self.pause():
             form = Form.of(tensor) if fake.is_fake(tensor) else strided_copy(tensor.detach())
         packed = _PackedForm(form, number, len(saved.saves) - 1)

@@ -32,7 +32,6 @@ from planner._torch.tensors import (
     is_lent,
     is_opaque,
     is_wrapper,
-    schema_of,
     storage_number,
 )
 from planner._torch.tracing.inside_compile import not_compiled
@@ -165,6 +164,12 @@ class StepRecorder(autograd.InfrastructureMode):
         self._is_resident([held for tensor in (*resident, *gradients) for held in held_tensors(tensor)])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.seen(func, types, args, kwargs)
+
+    def seen(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run what the mode sees: an operator, a question, or the note of one that autocast casts inside."""
+        if func is ASKS_FOR_DEVICE and fake.is_fake(args[0]):
+            return device_asked_for(args)
         if func in noted_operators and is_noted(func):
             self.recording.casting = True
             return dispatched_casting(self.dispatched, func, types, args, kwargs)
@@ -172,8 +177,6 @@ class StepRecorder(autograd.InfrastructureMode):
 
     def dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, and record it."""
-        if func is ASKS_FOR_DEVICE and fake.is_fake(args[0]):
-            return device_asked_for(args)
         kwargs = kwargs or {}
         if not self._paused and any(map(is_wrapper, types)):
             if any(tensor.is_nested for tensor in call_tensors([args, kwargs])):
@@ -181,7 +184,7 @@ class StepRecorder(autograd.InfrastructureMode):
             self.recording.opaque = next(filter(is_opaque, types), self.recording.opaque)
             return NotImplemented  # it runs operations on the tensors that it holds, which are recorded
         # Operators of higher order run the operators that they are made of, which are recorded themselves.
-        if self._paused or not operators.is_operator(func) or schema_of(func).name in QUERIES:
+        if self._paused or not operators.is_operator(func) or operators.name_of(func) in QUERIES:
             return func(*args, **kwargs)
         self._record_saved_number()
         node = autograd.running_node_number()
@@ -362,6 +365,8 @@ class StepRecorder(autograd.InfrastructureMode):
 
     def _record_saved_number(self) -> None:
         """Record the Python number that autograd saved of the last operation, now that there is its node."""
+        if not self._saved_numbers.noted:
+            return
         with self.pause():
             numbers, node = self._saved_numbers.found()
         for number in numbers:

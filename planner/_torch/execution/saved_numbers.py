@@ -59,6 +59,11 @@ class SavedNumbers:
             # The user may hold only the base of the written view: it is held here until the node is found.
             self._last = partial(_itself, out._base), _saved(operator, args, numbers), node
 
+    @property
+    def noted(self) -> bool:
+        """Whether an operation was noted whose numbers were not asked for yet."""
+        return self._last is not None
+
     def found(self) -> tuple[list[torch.Tensor], _Node | None]:
         """The numbers saved for the operation that was noted last, and the node that it ran in."""
         if self._last is None:

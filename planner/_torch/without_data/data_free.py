@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from planner._torch.operators import writes
 from planner._torch.tensors import call_tensors
 
 _MARK = "_planner_origin"
@@ -62,7 +63,7 @@ class DataFreeLog:
         """Note a call that has just been made on tensors without data."""
         if _standing_in or not isinstance(function, torch._ops.OpOverload):
             return
-        mutable = function._schema.is_mutable
+        mutable = writes(function)
         if not mutable and any(isinstance(x, FakeTensor) and not hasattr(x, _MARK) for x in args):
             return  # the quick way out, for nearly every call
         given = call_tensors((args, kwargs))
