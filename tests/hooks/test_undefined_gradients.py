@@ -69,6 +69,7 @@ class Between(nn.Module):
         return self.first(x), self.second(hidden)
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize("between", [_function, _recomputed])
 def test_functions_of_python_do_nothing_without_a_gradient(between: Callable[..., torch.Tensor]) -> None:
     torch.manual_seed(0)

@@ -364,6 +364,7 @@ def _inputs(model: nn.Module) -> torch.Tensor:
     return x
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     "build", [Relative, Filled, Chosen, Drawn, Jittered, Recurrent, Spectral, Divided, Scaled, Viewed]

@@ -56,6 +56,7 @@ def _two_layers() -> tuple[nn.Module, nn.Module, tuple[torch.Tensor], Any]:
     return model, copy.deepcopy(model), args, loss
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("name", "when"), [(name, ("planning", "second step")[i % 2]) for i, name in enumerate(STANCES)]
