@@ -123,8 +123,8 @@ RANKS = [
         (
             Change(
                 "planner/_torch/operators.py",
-                "    return is_collective(operator) and operator._schema.name.partition",
-                "    return False and operator._schema.name.partition",
+                "    return is_collective(operator) and name_of(operator).partition",
+                "    return False and name_of(operator).partition",
             ),
         ),
         ("tests/graph/test_dying_operands.py::test_nothing_is_written_over_while_a_collective_reads_it",),
