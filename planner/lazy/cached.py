@@ -79,7 +79,7 @@ def _code_of(model: torch.nn.Module) -> str:
         if belongs_to(getattr(kind.extra_repr, "__module__", None), "torch"):
             with contextlib.suppress(Exception):  # as of a class that sets none of what it shows
                 settings = part.extra_repr()
-        own = {name: value for name, value in vars(part).items() if name not in _OF_EVERY_MODULE}
+        own = {name: value for name, value in vars(part).items() if _is_setting(name)}
         mode = part.training is model.training
         lines.append(f"{path} {kind.__qualname__} {settings} {mode} {_setting(own)}")
     kinds = dict.fromkeys(base for part in parts.values() for base in type(part).__mro__)
@@ -96,6 +96,11 @@ def _code_of(model: torch.nn.Module) -> str:
     # Those of other files are libraries', and reach as far as what downloads models.
     lines += [_shown(f) for f in with_those_named([*known]) if f in known or f.__module__ in files]
     return hashlib.sha256("\n".join(lines).encode(errors="replace")).hexdigest()[:16]
+
+
+def _is_setting(name: str) -> bool:
+    """Whether an attribute of a module may decide what its forward does, by its name."""
+    return name not in _OF_EVERY_MODULE and name[:2] != "__"
 
 
 def _plain_among(variables: Mapping[str, Any]) -> dict[str, Any]:

@@ -114,9 +114,11 @@ def planned_or_cached(model: torch.nn.Module, step: Step, wanted: Wanted) -> Mad
     if cache is not None and os.path.exists(cache):
         try:
             plan = PlanRecord.load(cache)
-            why = mismatch(plan, model, step, wanted.budget, wanted.given)
             then, now = plan.created_with.get("own_checkpoints", "off"), _on_or_off(wanted)
-            why = why or (f"the model's own checkpoints were {then}, now {now}" if then != now else "")
+            if then != now:  # said first: with them settings of the model change too, as use_cache
+                why = f"the model's own checkpoints were {then}, now {now}"
+            else:
+                why = mismatch(plan, model, step, wanted.budget, wanted.given)
         except PlanFileError as error:
             why = f"could not be read: {f'{error}'.removeprefix(f'{os.fspath(cache)}: ')}"
         else:
