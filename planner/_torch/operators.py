@@ -138,9 +138,7 @@ def number_as_tensor(number: float | complex) -> torch.Tensor:
 
 def uses_generator(operator: Any) -> bool:
     """Whether an operator draws random numbers."""
-    return isinstance(operator, torch._ops.OpOverload) and (
-        torch.Tag.nondeterministic_seeded in operator.tags
-    )
+    return isinstance(operator, OpOverload) and _has_tag(operator, torch.Tag.nondeterministic_seeded)
 
 
 _KNOWN = frozenset({"aten", "prims", "mkldnn", "torch_nn", "torchvision", "planner"})
@@ -197,9 +195,9 @@ def _has_tag(operator: OpOverload, tag: torch.Tag) -> bool:
 def waits_for_data(operator: Any) -> bool:
     """Whether Python waits for the device until the operator has run: it asks for data, or sizes follow from
     them."""
-    if not isinstance(operator, torch._ops.OpOverload):
+    if not isinstance(operator, OpOverload):
         return False
-    return torch.Tag.data_dependent_output in operator.tags or sized_by_data(operator)
+    return _has_tag(operator, torch.Tag.data_dependent_output) or sized_by_data(operator)
 
 
 def tf32_allowed(convolution: bool) -> bool:

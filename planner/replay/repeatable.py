@@ -153,7 +153,7 @@ class Repeatable:
         last, of_one_call = self._last_outside_write, self._saved.of_one_call
         # A buffer that was written before is written again where a second call comes before the backward.
         if any(k in last and (last[k] > index or k not in of_one_call) for k in call.outside_read):
-            return "a parameter, buffer or input that it reads is written afterwards"
+            return "a parameter, buffer or input that it reads is written by the forward"
         return None
 
     def _last_write(self, storage: int) -> int:
